@@ -1,0 +1,91 @@
+"""The interface of an attention backend: what a model's attention layers call.
+
+Each worker owns its backends. A backend carries the two names that its worker resolved
+(`prefill_attention_backend_str`, `decode_attention_backend_str`); they are stamped once, when the worker's
+backends are built, and never read from settings afterwards.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Protocol
+
+import torch
+
+from backends.forward import ForwardBatch
+
+
+class AttentionLayer(Protocol):
+    """What a backend sees of a model's attention layer."""
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None  # tokens of context a query sees, itself included; None: all
+    logit_softcap: float | None
+
+
+class AttentionBackend(ABC):
+    """Attention over a paged KV pool for one worker.
+
+    `plan(batch)` runs once a pass, before the first layer; `forward(...)` once a layer. Neither may keep
+    anything that another pass could read: what `plan` returns is held by the runner for that pass only.
+    """
+
+    name: ClassVar[str]
+
+    prefill_attention_backend_str: str | None = None
+    decode_attention_backend_str: str | None = None
+
+    def stamp(self, prefill: str, decode: str) -> None:
+        """Write the worker's resolved names on this backend. A second stamp raises RuntimeError."""
+        if self.prefill_attention_backend_str is not None or self.decode_attention_backend_str is not None:
+            raise RuntimeError(
+                f"{type(self).__name__} is already stamped "
+                f"({self.prefill_attention_backend_str}/{self.decode_attention_backend_str}): "
+                "a backend belongs to one worker"
+            )
+        self.prefill_attention_backend_str = prefill
+        self.decode_attention_backend_str = decode
+
+    def children(self) -> Iterator[AttentionBackend]:
+        """Backends that this one forwards to. Wrappers override it; a plain backend has none."""
+        return iter(())
+
+    def mamba_commit(self) -> Callable[..., None] | None:
+        """The function that commits recurrent state after a verify, or None. Wrappers ask their children."""
+        for child in self.children():
+            commit = child.mamba_commit()
+            if commit is not None:
+                return commit
+        return None
+
+    @abstractmethod
+    def plan(self, batch: ForwardBatch) -> object:
+        """Work out, once for all layers of a pass, what `forward` needs (indices, masks)."""
+
+    @abstractmethod
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        """Write `key` and `value` to `batch.out_slots`, then attend.
+
+        query: [T, num_heads, head_dim]; key, value: [T, num_kv_heads, head_dim], rotary already applied.
+        Returns [T, num_heads, head_dim] in query's dtype.
+        """
+
+
+def reachable(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    """`backend` and every backend below it."""
+    yield backend
+    for child in backend.children():
+        yield from reachable(child)

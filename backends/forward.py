@@ -1,0 +1,100 @@
+"""What one forward pass is: its mode, its batch, and the context that says which backend it runs on.
+
+A batch is flat: the query tokens of all sequences lie one after another in `input_ids`, and each sequence
+says how many of them are its own and how long its context is once they are written. A decode step, a chunk of
+a prompt and a block to verify differ in those lengths only, so they mix freely in one pass.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from backends.base import AttentionBackend
+    from backends.kv_pool import KVPool
+
+
+class ForwardMode(enum.Enum):
+    """What a pass is for. Backends and dispatch handlers choose their kernels by it."""
+
+    EXTEND = "extend"  # prompt tokens, whole or a chunk, with or without a cached prefix
+    DECODE = "decode"  # one token for every sequence
+    MIXED = "mixed"  # prompt chunks beside decode or verify rows
+    TARGET_VERIFY = "target_verify"  # the last token and its drafts, for every sequence
+    DRAFT_EXTEND = "draft_extend"  # a drafter catching up with accepted tokens
+    IDLE = "idle"  # no tokens
+
+    def is_decode_or_idle(self) -> bool:
+        return self in (ForwardMode.DECODE, ForwardMode.IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """One pass over T query tokens of S sequences. Integer tensors are int64 on the runner's device.
+
+    input_ids, positions, out_slots: [T]. `out_slots` is where each token's key and value are written.
+    query_lens: S query tokens a sequence, in order; their sum is T.
+    context_lens: S lengths of context *after* this pass, queries included, so that query j of a sequence has
+        position `context_len - query_len + j`.
+    slot_table: [rows, max_context_len] int32; `slot_table[table_rows[s], p]` is the KV slot of position p.
+    table_rows: S rows of that table.
+    logits_rows: [L] which of the T tokens need logits.
+    causal: False lets the query tokens of a sequence see each other both ways (DFlash blocks).
+    capture_layers: ids of layers whose output hidden states the caller wants back.
+    """
+
+    mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_slots: torch.Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    slot_table: torch.Tensor
+    table_rows: tuple[int, ...]
+    logits_rows: torch.Tensor
+    kv_pool: KVPool
+    causal: bool = True
+    capture_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """A pass in progress. `plan` is what `backend.plan(batch)` returned: worked out once, read by every layer."""
+
+    batch: ForwardBatch
+    backend: AttentionBackend
+    plan: object
+
+
+_context: ContextVar[ForwardContext] = ContextVar("tandem_forward_context")
+
+
+@contextmanager
+def forward_context(batch: ForwardBatch, backend: AttentionBackend) -> Iterator[ForwardContext]:
+    """Make `batch` and `backend` those of the pass that the current thread runs. Contexts nest."""
+    context = ForwardContext(batch, backend, backend.plan(batch))
+    token = _context.set(context)
+    try:
+        yield context
+    finally:
+        _context.reset(token)
+
+
+def get_attn_backend() -> AttentionBackend:
+    """The backend of the forward pass that this thread is in. Raises RuntimeError outside one."""
+    return get_forward_context().backend
+
+
+def get_forward_context() -> ForwardContext:
+    """The innermost `forward_context` of this thread. Raises RuntimeError outside one."""
+    try:
+        return _context.get()
+    except LookupError:
+        raise RuntimeError("no forward pass is running here: enter forward_context() first") from None

@@ -1,0 +1,46 @@
+"""What the engine needs of a model, whatever its family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from backends.forward import ForwardBatch
+from backends.kv_pool import KVLayout
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+
+
+class ModelError(Exception):
+    """A model that cannot be used: not found, unknown, truncated or corrupt. The text names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Result of a pass: final-norm output [T, hidden_size], and the outputs of the layers that were asked for."""
+
+    last: torch.Tensor
+    captured: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+class CausalLM(torch.nn.Module, ABC):
+    """A decoder that runs inside `forward_context(batch, backend)`."""
+
+    config: ModelConfig
+
+    @abstractmethod
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """What one token costs in the KV pool."""
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch) -> HiddenStates:
+        """Run all layers over the T tokens of `batch`."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [L, hidden_size] to raw logits [L, vocab_size], float32."""

@@ -1,0 +1,19 @@
+"""Frozen settings of a model: which one, and how it is held."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`model` is a .gguf file, a Hugging Face folder or a hub id. `device` auto takes the GPU where there is one."""
+
+    model: str
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    context_length: int | None = None  # None: what the model was trained for
+    chat_template: str | None = None  # a Jinja file that replaces the model's own
