@@ -105,6 +105,7 @@ class Request:
     `choice` is its index among the `n` of an API request; with `seed` and the absolute position it keys the
     sampling noise.
     `cached_len`: tokens whose KV is in slots and committed; `slots` may be longer (reserved for this step).
+    `tree_len`: leading slots that belong to the radix tree, up to the locked `node`; the rest are its own.
     """
 
     request_id: str
@@ -113,20 +114,26 @@ class Request:
     sink: EventSink
     choice: int = 0
     speculation: SpeculationParams = SpeculationParams()
-    arrival_time: float = 0.0
 
     seed: int = 0
     state: RequestState = RequestState.WAITING
     output_ids: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     cached_len: int = 0
-    prefix_hit_tokens: int = 0  # served from the radix cache at first admission
-    table_row: int = -1
+    prefix_hit_tokens: int | None = None  # served from the radix cache at first admission
+    tree_len: int = 0
+    node: object | None = None
+    table_row: int = -1  # meaningful while running
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens without KV. 1 means decoding: the last token goes through the model next."""
+        return self.num_tokens - self.cached_len
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens at absolute positions [start, stop) of prompt and output."""

@@ -1,0 +1,206 @@
+"""One worker's model, KV tensors and attention backends, and how a pass runs through them.
+
+Constructing a runner touches nothing that another component makes; the start-up hooks fill it in order:
+`load` → `init_attention_backends` → `init_graphs`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from backends.base import AttentionBackend
+from backends.forward import ForwardBatch, ForwardMode, forward_context
+from backends.kv_pool import KVLayout, KVPool
+from backends.options import AttentionOptions
+from backends.setup import AttentionBackends, build_attention_backends
+from engine.graphs import StepGraph, capture
+from engine.memory import num_slots
+from engine.options import CacheOptions
+from engine.slot_table import SlotTable
+from engine.worker import SequenceStep
+from models.base import CausalLM
+from models.loader import ModelFiles, load_model, resolve_device, resolve_dtype
+from models.options import ModelOptions
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["target", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Logits [L, vocab_size] float32 of the rows that were asked for, and captured hidden states by layer."""
+
+    logits: torch.Tensor
+    captured: dict[int, torch.Tensor]
+
+
+class ModelRunner:
+    """The target's or the drafter's side of a pass."""
+
+    def __init__(
+        self,
+        role: Role,
+        files: ModelFiles,
+        model_options: ModelOptions,
+        cache_options: CacheOptions,
+        attention_options: AttentionOptions,
+        max_running_requests: int,
+    ) -> None:
+        self.role = role
+        self.files = files
+        self.stage = "created"
+        self.device = resolve_device(model_options.device)
+        self._model_options = model_options
+        self._cache_options = cache_options
+        self._attention_options = attention_options
+        self._max_running_requests = max_running_requests
+        self.model: CausalLM | None = None
+        self.kv_pool: KVPool | None = None
+        self.slot_table: SlotTable | None = None
+        self.attn_backend: AttentionBackend | None = None
+        self.decode_attn_backend: AttentionBackend | None = None
+        self.decode_attn_backend_group: tuple[AttentionBackend, ...] = ()
+        self._backends: AttentionBackends | None = None
+        self._graph: StepGraph | None = None
+
+    # -- start-up hooks, in order ------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Load the weights."""
+        options = self._model_options
+        self.model = load_model(self.files, self.device, resolve_dtype(self.files, options.dtype, self.device))
+        self.model.eval()
+        self.stage = "runner"
+
+    def init_attention_backends(self) -> None:
+        """Allocate the KV tensors and build this worker's own backends."""
+        model = self.model
+        assert model is not None
+        layout = self._kv_layout(model)
+        slots = num_slots([layout], self._cache_options, self.context_len, self.device)
+        self.kv_pool = KVPool(layout, slots, self.device)
+        self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
+        self._backends = build_attention_backends(
+            options=self._attention_options, role=self.role, device=self.device, model=model
+        )
+        self.attn_backend = self._backends.attn_backend
+        self.decode_attn_backend = self._backends.decode_attn_backend
+        self.decode_attn_backend_group = self._backends.decode_attn_backend_group
+        self.stage = "attention_backends"
+
+    def init_graphs(self) -> None:
+        """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""
+        assert self.model is not None and self.kv_pool is not None and self.attn_backend is not None
+        self._graph = capture(self.model, self.kv_pool, self.attn_backend)
+        self.stage = "ready"
+
+    def close(self) -> None:
+        """Let go of everything that start-up made."""
+        self._graph = self._backends = self.attn_backend = self.decode_attn_backend = None
+        self.decode_attn_backend_group = ()
+        self.model = self.kv_pool = self.slot_table = None
+        self.stage = "closed"
+
+    # -- facts -------------------------------------------------------------------------------------------------
+
+    @property
+    def context_len(self) -> int:
+        """Tokens a request may span by the model and the settings."""
+        trained = self.files.config.max_position_embeddings
+        return min(self._model_options.context_length or trained, trained)
+
+    @property
+    def max_context_len(self) -> int:
+        """The same, but no more than the pool can hold for one request alone."""
+        assert self.kv_pool is not None
+        return min(self.context_len, self.kv_pool.num_slots)
+
+    def describe(self) -> dict[str, object]:
+        """What `/server_info` says of this worker."""
+        pool, backends = self.kv_pool, self._backends
+        return {
+            "model": self.files.name,
+            "dtype": self.model.dtype_name if self.model is not None else None,
+            "prefill_attention_backend": backends.prefill_attention_backend_str if backends else None,
+            "decode_attention_backend": backends.decode_attention_backend_str if backends else None,
+            "kv_cache_dtype": str(pool.layout.dtype).removeprefix("torch.") if pool else None,
+            "stage": self.stage,
+        }
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def batch(self, steps: Sequence[SequenceStep], capture_layers: tuple[int, ...] = ()) -> ForwardBatch:
+        """The flat batch of `steps`: each one's pending tokens, then its drafts. Samples get logits for every
+        row from their last known token on; a request that wants prompt logprobs for every row."""
+        assert self.slot_table is not None and self.kv_pool is not None
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        query_lens: list[int] = []
+        context_lens: list[int] = []
+        for step in steps:
+            request, start = step.request, step.request.cached_len
+            known = start + step.num_tokens
+            end = known + len(step.drafts)
+            first = len(ids)
+            ids += request.token_ids(start, known)
+            ids += step.drafts
+            positions += range(start, end)
+            slots += request.slots[start:end]
+            if request.sampling.prompt_logprobs is not None and not request.output_ids:
+                rows += range(first, len(ids))
+            elif step.samples:
+                rows += range(first + step.num_tokens - 1, len(ids))
+            query_lens.append(end - start)
+            context_lens.append(end)
+        device = self.device
+        return ForwardBatch(
+            mode=_mode(steps),
+            input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            out_slots=torch.tensor(slots, dtype=torch.int64, device=device),
+            query_lens=tuple(query_lens),
+            context_lens=tuple(context_lens),
+            slot_table=self.slot_table.tensor,
+            table_rows=tuple(step.request.table_row for step in steps),
+            logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            kv_pool=self.kv_pool,
+            capture_layers=capture_layers,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> PassResult:
+        """Run one pass: replayed where a captured graph fits, else layer by layer, with the same numbers."""
+        assert self.model is not None
+        if self._graph is not None and self._graph.fits(batch):
+            return PassResult(*self._graph.run(batch))
+        backend = self.attn_backend
+        if self.decode_attn_backend is not None and batch.mode.is_decode_or_idle():
+            backend = self.decode_attn_backend
+        assert backend is not None
+        with forward_context(batch, backend):
+            hidden = self.model(batch)
+            logits = self.model.logits(hidden.last[batch.logits_rows])
+        return PassResult(logits, dict(hidden.captured))
+
+    def _kv_layout(self, model: CausalLM) -> KVLayout:
+        wanted = self._cache_options.kv_cache_dtype
+        return model.kv_layout(model.dtype if wanted == "auto" else getattr(torch, wanted))
+
+
+def _mode(steps: Sequence[SequenceStep]) -> ForwardMode:
+    extending = [step.num_tokens > 1 or not step.samples for step in steps]
+    if all(extending):
+        return ForwardMode.EXTEND if steps else ForwardMode.IDLE
+    if any(extending):
+        return ForwardMode.MIXED
+    if any(step.drafts for step in steps):
+        return ForwardMode.TARGET_VERIFY
+    return ForwardMode.DECODE

@@ -1,0 +1,202 @@
+"""Who takes part in the next step, and which KV slots they hold.
+
+Every step carries all decoding requests, and prompt chunks up to a token budget, in order of arrival. A request is
+admitted when the rest of its known tokens fits beside what the running ones still need. When the pool runs dry
+all the same, the latest arrival is preempted: it keeps its tokens and seed, gives its slots back and is recomputed
+later (or served from the cache, if its pages survive). Since a blocked head is never overtaken and the earliest
+runner is never preempted, nobody starves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from engine.allocator import SlotAllocator
+from engine.options import SchedulerOptions
+from engine.radix_cache import RadixCache
+from engine.request import Request, RequestState
+from engine.slot_table import SlotTable
+from engine.worker import SequenceStep
+
+
+class Scheduler:
+    """Owns the queues and all slots. Used by the engine thread only.
+
+    At all times `free + evictable + protected + in_use == total`, in slots.
+    """
+
+    def __init__(
+        self, options: SchedulerOptions, allocator: SlotAllocator, cache: RadixCache, table: SlotTable
+    ) -> None:
+        self._options = options
+        self.allocator = allocator
+        self.cache = cache
+        self._table = table
+        self._arrivals = count()
+        self._waiting: list[tuple[int, Request]] = []  # heap by arrival
+        self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
+        self.preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def in_use(self) -> int:
+        """Slots that running requests hold outside the radix tree."""
+        return sum(len(request.slots) - request.tree_len for request in self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        heapq.heappush(self._waiting, (next(self._arrivals), request))
+
+    def remove(self, request: Request) -> None:
+        """Take a finished or aborted request out, wherever it is, and give its slots back."""
+        if request in self._running:
+            del self._running[request]
+            self._release(request)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        request.state = RequestState.FINISHED
+
+    def plan(self) -> list[SequenceStep]:
+        """The next step, its slots reserved. Empty only if nobody waits or runs."""
+        self._admit()
+        steps: list[SequenceStep] = []
+        budget = self._options.chunked_prefill_size
+        for request in list(self._running):
+            if request not in self._running:  # preempted for an earlier one in this very loop
+                continue
+            decoding = request.pending == 1
+            tokens = 1 if decoding else min(request.pending, budget)
+            if tokens == 0 or not self._reserve(request, tokens):
+                continue
+            if not decoding:
+                budget -= tokens
+            steps.append(SequenceStep(request, tokens, samples=tokens == request.pending))
+        return [step for step in steps if step.request in self._running]
+
+    def reserve_drafts(self, request: Request, drafts: int) -> int:
+        """Slots for `drafts` more rows of a planned decode step; returns for how many there was room.
+
+        Drafts are guesses, so they take free and evictable slots only and never preempt anyone.
+        """
+        page = self.allocator.page_size
+        room = len(request.slots) - request.cached_len - 1
+        if drafts > room:
+            spare = self.allocator.num_free + self.cache.evictable
+            pages = min(-(-(drafts - room) // page), spare // page)
+            self._grow(request, pages)
+            room += pages * page
+        return min(drafts, room)
+
+    def commit(self, step: SequenceStep, emitted: int) -> None:
+        """The step's tokens have KV, and so have all but the last of the `emitted` ones, which are appended already.
+
+        Slots behind that point go back at once. A prompt that is now complete is shared through the tree.
+        """
+        request = step.request
+        request.cached_len += step.num_tokens + max(0, emitted - 1)
+        self._trim(request)
+        if step.samples and step.num_tokens > 1:
+            self._share(request)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._options.max_running_requests:
+            arrival, request = self._waiting[0]
+            # The last token is always recomputed: its logits are what comes next.
+            use_cache = request.sampling.prompt_logprobs is None
+            match = self.cache.match(request.token_ids(0, request.num_tokens - 1) if use_cache else [])
+            self.cache.lock(match.node)
+            promised = sum(self._pages(r.num_tokens + 1) - self._pages(len(r.slots)) for r in self._running)
+            needed = self._pages(request.num_tokens + 1) - self._pages(len(match.slots))
+            spare = (self.allocator.num_free + self.cache.evictable) // self.allocator.page_size
+            if self._running and promised + needed > spare:
+                self.cache.unlock(match.node)
+                return
+            heapq.heappop(self._waiting)
+            request.node = match.node
+            request.slots = list(match.slots)
+            request.cached_len = request.tree_len = len(match.slots)
+            if request.prefix_hit_tokens is None:
+                request.prefix_hit_tokens = len(match.slots)
+            request.table_row = self._table.acquire()
+            self._table.write(request.table_row, 0, request.slots)
+            request.state = RequestState.RUNNING
+            self._running[request] = arrival
+
+    def _reserve(self, request: Request, tokens: int) -> bool:
+        """Make room for `tokens` more positions, evicting and then preempting later arrivals; False if preempted."""
+        while True:
+            pages = self._pages(request.cached_len + tokens) - self._pages(len(request.slots))
+            if self._grow(request, pages):
+                return True
+            victim = max(self._running, key=self._running.__getitem__)
+            self._preempt(victim)
+            if victim is request:
+                return False
+
+    def _grow(self, request: Request, pages: int) -> bool:
+        if pages <= 0:
+            return True
+        missing = pages * self.allocator.page_size - self.allocator.num_free
+        if missing > 0:
+            self.cache.evict(missing)
+        slots = self.allocator.allocate(pages)
+        if slots is None:
+            return False
+        self._table.write(request.table_row, len(request.slots), slots)
+        request.slots.extend(slots)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        arrival = self._running.pop(request)
+        self._release(request)
+        request.state = RequestState.WAITING
+        heapq.heappush(self._waiting, (arrival, request))
+
+    def _release(self, request: Request) -> None:
+        """Leave what is committed to the tree, free the rest, give the row back."""
+        self._trim(request)
+        self._share(request)
+        self.allocator.free(request.slots[request.tree_len :])
+        self.cache.unlock(request.node)
+        self._table.release(request.table_row)
+        request.node = None
+        request.slots = []
+        request.cached_len = request.tree_len = 0
+
+    def _share(self, request: Request) -> None:
+        """Put the committed whole pages into the tree; where it has them already, use its slots and free ours."""
+        result = self.cache.insert(
+            request.token_ids(0, request.cached_len), request.slots[: request.cached_len]
+        )
+        self.cache.lock(result.node)
+        self.cache.unlock(request.node)
+        request.node = result.node
+        shared = len(result.slots)
+        if request.slots[:shared] != result.slots:
+            request.slots[:shared] = result.slots
+            self._table.write(request.table_row, 0, result.slots)
+        request.tree_len = shared
+
+    def _trim(self, request: Request) -> None:
+        keep = self._pages(request.cached_len) * self.allocator.page_size
+        if keep < len(request.slots):
+            self.allocator.free(request.slots[keep:])
+            del request.slots[keep:]
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.allocator.page_size)
+
