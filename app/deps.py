@@ -1,0 +1,109 @@
+"""What the HTTP surface needs of the rest of the server, as interfaces: the routes are built from these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.request import Request
+
+
+class EngineStats(Protocol):
+    """A snapshot of the engine. The totals only grow."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def slots_total(self) -> int: ...
+    @property
+    def slots_free(self) -> int: ...
+    @property
+    def slots_evictable(self) -> int: ...
+    @property
+    def slots_protected(self) -> int: ...
+    @property
+    def prompt_tokens_total(self) -> int: ...
+    @property
+    def generation_tokens_total(self) -> int: ...
+    @property
+    def cached_tokens_total(self) -> int: ...
+    @property
+    def drafted_tokens_total(self) -> int: ...
+    @property
+    def accepted_tokens_total(self) -> int: ...
+    @property
+    def verify_steps_total(self) -> int: ...
+    @property
+    def preemptions_total(self) -> int: ...
+    @property
+    def requests_finished(self) -> Mapping[str, int]: ...
+
+
+class EnginePort(Protocol):
+    """The decode loop, seen from the event loop. All methods are thread-safe and return at once."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises QueueFull, EngineStopped or InvalidRequest."""
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free its slots within a step. Unknown ids are ignored."""
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of now."""
+
+
+class TokenizerPort(Protocol):
+    """Text to token ids and back, and the model's chat template."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str:
+        """Raises ValueError where the template refuses the messages."""
+
+
+class StatusPort(Protocol):
+    """Where the server is in its life."""
+
+    @property
+    def stage(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDeps:
+    """Parts that exist only once the model is loaded are callables, first called after `status.ready`.
+
+    `server_info` answers at every stage. `speculative_algorithm` is what the server runs ("none" for nothing).
+    """
+
+    engine: Callable[[], EnginePort]
+    tokenizer: Callable[[], TokenizerPort]
+    max_context_len: Callable[[], int]
+    status: StatusPort
+    server_info: Callable[[], dict[str, Any]]
+    served_model_name: str
+    speculative_algorithm: str = "none"
+    max_request_bytes: int = 32 * 1024 * 1024
