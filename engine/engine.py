@@ -224,7 +224,9 @@ class Engine:
         request = step.request
         live = self._live[request.request_id]
         if output.error is not None:
-            self._finish(live, OutputEvent(request.request_id, "", (), finish_reason="error", error=output.error))
+            self._finish(
+                live, OutputEvent(request.request_id, "", (), finish_reason="error", error=output.error)
+            )
             return
         if live.prompt_logprobs is not None:
             live.prompt_logprobs.extend(output.prompt_logprobs)
@@ -315,7 +317,10 @@ class Engine:
             requests = list(self._inbox)
             self._inbox.clear()
             self._waiting = 0
-        lives = [*self._live.values(), *(_Live(r, StopChecker(self._tokenizer, r, 0), None) for r in requests)]
+        lives = [
+            *self._live.values(),
+            *(_Live(r, StopChecker(self._tokenizer, r, 0), None) for r in requests),
+        ]
         self._live.clear()
         for live in lives:
             self._finished[reason] += 1
@@ -342,4 +347,3 @@ class Engine:
             steps_total=totals["steps"],
             requests_finished=dict(self._finished),
         )
-

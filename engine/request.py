@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from engine.radix_cache import Node
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -122,7 +125,7 @@ class Request:
     cached_len: int = 0
     prefix_hit_tokens: int | None = None  # served from the radix cache at first admission
     tree_len: int = 0
-    node: object | None = None
+    node: Node | None = None
     table_row: int = -1  # meaningful while running
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 

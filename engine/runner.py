@@ -74,7 +74,9 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights."""
         options = self._model_options
-        self.model = load_model(self.files, self.device, resolve_dtype(self.files, options.dtype, self.device))
+        self.model = load_model(
+            self.files, self.device, resolve_dtype(self.files, options.dtype, self.device)
+        )
         self.model.eval()
         self.stage = "runner"
 

@@ -199,4 +199,3 @@ class Scheduler:
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.allocator.page_size)
-

@@ -1,0 +1,216 @@
+"""Slots are never lost, whatever happens to requests; nobody starves; prefixes are shared."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.allocator import SlotAllocator
+from engine.options import SchedulerOptions
+from engine.radix_cache import RadixCache
+from engine.request import Request, SamplingParams
+from engine.scheduler import Scheduler
+from engine.slot_table import SlotTable
+from engine.worker import SequenceStep
+
+CONTEXT = 32
+
+
+def build(
+    slots: int = 64, page: int = 1, running: int = 4, chunk: int = 8, caching: bool = True
+) -> Scheduler:
+    allocator = SlotAllocator(slots, page)
+    return Scheduler(
+        SchedulerOptions(max_running_requests=running, chunked_prefill_size=chunk),
+        allocator,
+        RadixCache(allocator, enabled=caching),
+        SlotTable(running, CONTEXT, torch.device("cpu")),
+    )
+
+
+def request(name: str, prompt: list[int], **sampling: object) -> Request:
+    return Request(name, prompt, SamplingParams(**sampling), sink=lambda event: None)
+
+
+def emit(scheduler: Scheduler, step: SequenceStep, tokens: list[int]) -> None:
+    """What the engine does after a pass: keep the tokens, then commit."""
+    step.request.output_ids.extend(tokens)
+    scheduler.commit(step, len(tokens))
+
+
+def run_one(scheduler: Scheduler, token: int = 7) -> list[SequenceStep]:
+    steps = scheduler.plan()
+    for step in steps:
+        emit(scheduler, step, [token] if step.samples else [])
+    return steps
+
+
+def total(scheduler: Scheduler) -> int:
+    return (
+        scheduler.allocator.num_free
+        + scheduler.cache.evictable
+        + scheduler.cache.protected
+        + scheduler.in_use
+    )
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding_requests() -> None:
+    scheduler = build(chunk=8)
+    short, long = request("short", [1, 2, 3]), request("long", list(range(10, 30)))
+    scheduler.add(short)
+    run_one(scheduler)
+    scheduler.add(long)
+
+    shapes = [[(s.request.request_id, s.num_tokens, s.samples) for s in run_one(scheduler)] for _ in range(4)]
+
+    assert shapes == [
+        [("short", 1, True), ("long", 8, False)],
+        [("short", 1, True), ("long", 8, False)],
+        [("short", 1, True), ("long", 4, True)],
+        [("short", 1, True), ("long", 1, True)],
+    ]
+
+
+def test_a_fully_cached_prompt_still_recomputes_its_last_token() -> None:
+    scheduler = build()
+    first, second = request("first", [1, 2, 3, 4]), request("second", [1, 2, 3, 4])
+    scheduler.add(first)
+    run_one(scheduler)
+    scheduler.add(second)
+    steps = run_one(scheduler)
+
+    assert [(s.request.request_id, s.num_tokens) for s in steps] == [("first", 1), ("second", 1)]
+    assert second.prefix_hit_tokens == 3
+    assert second.slots[:3] == first.slots[:3]
+
+
+def test_a_request_that_wants_prompt_logprobs_does_not_skip_its_prompt() -> None:
+    scheduler = build()
+    scheduler.add(request("first", [1, 2, 3, 4]))
+    run_one(scheduler)
+    second = request("second", [1, 2, 3, 4], prompt_logprobs=1)
+    scheduler.add(second)
+
+    assert scheduler.plan()[-1].num_tokens == 4
+    assert second.prefix_hit_tokens == 0
+
+
+def test_a_dry_pool_preempts_the_latest_arrival_which_resumes_with_its_tokens() -> None:
+    scheduler = build(slots=16, running=2)
+    early, late = request("early", list(range(6))), request("late", list(range(10, 16)))
+    scheduler.add(early)
+    scheduler.add(late)
+    while not scheduler.preemptions:
+        run_one(scheduler)
+    kept = list(late.output_ids)
+    assert early.slots and not late.slots
+
+    scheduler.remove(early)
+    resumed = scheduler.plan()[0]
+
+    assert resumed.request is late and late.output_ids == kept
+    assert late.cached_len + resumed.num_tokens == late.num_tokens
+
+
+def test_drafts_get_what_is_left_and_never_preempt() -> None:
+    scheduler = build(slots=12, running=2)
+    one, two = request("one", [1, 2, 3, 4]), request("two", [5, 6, 7, 8])
+    scheduler.add(one)
+    scheduler.add(two)
+    run_one(scheduler)
+    steps = scheduler.plan()
+
+    assert scheduler.reserve_drafts(one, 7) == 2
+    assert scheduler.reserve_drafts(two, 7) == 0
+    assert scheduler.preemptions == 0
+    emit(scheduler, SequenceStep(one, 1, True, (1, 1)), [9])
+    emit(scheduler, steps[1], [9])
+    assert scheduler.allocator.num_free == 2, "slots of rejected drafts go back at once"
+
+
+def test_a_blocked_head_is_not_overtaken() -> None:
+    scheduler = build(slots=16, running=4, caching=False)
+    scheduler.add(request("running", list(range(8))))
+    run_one(scheduler)
+    scheduler.add(request("big", list(range(100, 112))))
+    scheduler.add(request("small", [50]))
+
+    assert [s.request.request_id for s in scheduler.plan()] == ["running"]
+
+
+class Lifecycle(RuleBasedStateMachine):
+    """Random arrivals, steps with random drafts and acceptance, finishes and aborts."""
+
+    page = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = build(slots=48, page=self.page, running=3)
+        self.requests: list[Request] = []
+        self.names = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        caching=st.booleans(),
+    )
+    def arrive(self, prompt: list[int], caching: bool) -> None:
+        self.names += 1
+        new = request(str(self.names), prompt, prompt_logprobs=None if caching else 0)
+        self.requests.append(new)
+        self.scheduler.add(new)
+
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        steps = self.scheduler.plan()
+        assert bool(steps) == bool(self.requests)
+        for step in steps:
+            target = step.request
+            drafts: tuple[int, ...] = ()
+            if step.samples and step.num_tokens == 1:
+                wanted = min(data.draw(st.integers(0, 5)), CONTEXT - target.num_tokens - 1)
+                drafts = (1,) * self.scheduler.reserve_drafts(target, max(0, wanted))
+            held = target.slots[: target.cached_len + step.num_tokens + len(drafts)]
+            assert len(held) == target.cached_len + step.num_tokens + len(drafts)
+            assert self.scheduler._table.tensor[target.table_row, : len(held)].tolist() == held
+            kept = data.draw(st.integers(1, len(drafts) + 1)) if step.samples else 0
+            emit(self.scheduler, SequenceStep(target, step.num_tokens, step.samples, drafts), [1] * kept)
+            if target.num_tokens >= CONTEXT:
+                self.end(target)
+
+    @rule(data=st.data())
+    def finish_or_abort(self, data: st.DataObject) -> None:
+        if self.requests:
+            self.end(data.draw(st.sampled_from(self.requests)))
+
+    def end(self, target: Request) -> None:
+        self.scheduler.remove(target)
+        self.requests.remove(target)
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        assert total(self.scheduler) == self.scheduler.allocator.num_slots
+
+    @invariant()
+    def no_slot_has_two_owners(self) -> None:
+        own = [slot for r in self.requests for slot in r.slots[r.tree_len :]]
+        assert len(own) == len(set(own))
+
+    def teardown(self) -> None:
+        for target in list(self.requests):
+            self.end(target)
+        assert self.scheduler.cache.protected == 0 and self.scheduler.in_use == 0
+        self.scheduler.cache.evict(self.scheduler.allocator.num_slots)
+        assert self.scheduler.allocator.num_free == self.scheduler.allocator.num_slots
+
+
+class LifecycleInPages(Lifecycle):
+    page = 4
+
+
+TestLifecycle = Lifecycle.TestCase
+TestLifecycleInPages = LifecycleInPages.TestCase
+TestLifecycle.settings = TestLifecycleInPages.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None
+)
