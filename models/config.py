@@ -1,0 +1,337 @@
+"""What a model is, in one frozen record, whatever file it came from.
+
+`ModelConfig.from_hf` reads a Hugging Face `config.json`, in the spelling of transformers 5 (`rope_parameters`,
+`layer_types`) and in the older one (`rope_theta`, `rope_scaling`, `sliding_window_pattern`). Keys that a
+published config leaves out take the defaults of that family's transformers class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from models.base import ModelError
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+Activation = Literal["silu", "gelu_tanh"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# By model_type, what its transformers class takes for a key that config.json leaves out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+}
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position embedding. Fields that a `type` does not use keep their defaults.
+
+    `frequency_factors`: divisors of the head_dim / 2 inverse frequencies, as GGUF files carry them in place of
+    llama3's parameters; empty: none.
+    """
+
+    theta: float = 10_000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    frequency_factors: tuple[float, ...] = ()
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape and arithmetic of a decoder-only model."""
+
+    architecture: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    activation: Activation = "silu"
+
+    rope: RopeConfig = RopeConfig()
+    local_rope: RopeConfig | None = None  # of sliding layers, where theirs differs (Gemma 3)
+    sliding_window: int | None = None  # tokens a sliding layer's query sees, itself included
+    layer_types: tuple[LayerType, ...] = ()  # one a layer; empty: all full
+
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # on the q, k and v projections
+    attention_output_bias: bool = False  # on the o projection
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    query_pre_attn_scalar: float | None = None  # attention scale is its -1/2 power; None: head_dim's
+    attn_logit_softcap: float | None = None
+    final_logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    sparse_layers: tuple[int, ...] = ()  # layers whose MLP is a mixture of experts
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None  # of the checkpoint: "float32", "bfloat16", "float16"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Read the dict of a config.json. Raises ModelError, which starts with `where`, for one that cannot be used."""
+        return _Reader(config, where).read()
+
+    def window(self, layer_id: int) -> int | None:
+        """Tokens that a query of this layer sees, itself included; None: all."""
+        return self.sliding_window if self.is_sliding(layer_id) else None
+
+    def is_sliding(self, layer_id: int) -> bool:
+        return bool(self.layer_types) and self.layer_types[layer_id] == "sliding_attention"
+
+    @property
+    def attention_scale(self) -> float:
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+
+class _Reader:
+    """One config.json on its way to a ModelConfig: typed look-ups that name the key at fault."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.where = where
+        if not isinstance(config, Mapping):
+            raise ModelError(f"{where}: not a JSON object")
+        outer = config
+        text = config.get("text_config")
+        if config.get("model_type") == "gemma3" and isinstance(text, Mapping):
+            config = {"model_type": "gemma3_text", **text}
+        self.model_type = self._model_type(outer, config)
+        # Token ids and dtype stand beside text_config in a nested file.
+        shared = {
+            key: outer[key]
+            for key in ("eos_token_id", "bos_token_id", "torch_dtype", "dtype")
+            if key in outer
+        }
+        self.values: dict[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **shared, **config}
+        names = outer.get("architectures") or [_ARCHITECTURES.get(str(outer.get("model_type")), "")]
+        self.architecture = str(names[0])
+
+    def read(self) -> ModelConfig:
+        if self.values.get("quantization_config"):
+            raise self._error(
+                "checkpoints with a quantization_config are not supported; use safetensors in float or GGUF"
+            )
+        if self.values.get("use_bidirectional_attention"):
+            raise self._error("use_bidirectional_attention is not supported")
+        gemma = self.model_type == "gemma3_text"
+        hidden, heads, layers = (
+            self._int(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        kv_heads = self._int("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise self._error(
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        rope, local_rope = self._ropes()
+        window = self._window()
+        activation = str(self.values.get("hidden_activation" if gemma else "hidden_act") or "silu")
+        if activation not in _ACTIVATIONS:
+            raise self._error(f"activation {activation!r} is not supported ({', '.join(_ACTIVATIONS)} are)")
+        bias = bool(self.values.get("attention_bias"))
+        softcap = "{}_logit_softcapping"
+        moe = self.model_type == "qwen3_moe"
+        return ModelConfig(
+            architecture=self.architecture,
+            model_type=self.model_type,
+            vocab_size=self._int("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self._int("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=self._int("head_dim", hidden // heads),
+            max_position_embeddings=self._int("max_position_embeddings", 32768),
+            rms_norm_eps=self._float("rms_norm_eps", 1e-6),
+            activation=_ACTIVATIONS[activation],
+            rope=rope,
+            local_rope=local_rope,
+            sliding_window=window,
+            layer_types=self._layer_types(layers, window),
+            tie_word_embeddings=bool(self.values.get("tie_word_embeddings", False)),
+            attention_bias=bias or self.model_type == "qwen2",
+            attention_output_bias=bias and self.model_type != "qwen2",
+            mlp_bias=bool(self.values.get("mlp_bias")),
+            qk_norm=self.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            query_pre_attn_scalar=self._float("query_pre_attn_scalar", 0.0) or None,
+            attn_logit_softcap=self._float(softcap.format("attn"), 0.0) or None,
+            final_logit_softcap=self._float(softcap.format("final"), 0.0) or None,
+            embedding_scale=hidden**0.5 if gemma else 1.0,
+            num_experts=self._int("num_experts") if moe else 0,
+            num_experts_per_tok=self._int("num_experts_per_tok") if moe else 0,
+            moe_intermediate_size=self._int("moe_intermediate_size") if moe else 0,
+            norm_topk_prob=moe and bool(self.values.get("norm_topk_prob")),
+            sparse_layers=self._sparse_layers(layers) if moe else (),
+            bos_token_id=next(iter(self._ids("bos_token_id")), None),
+            eos_token_ids=self._ids("eos_token_id"),
+            dtype=self._dtype(),
+        )
+
+    def _model_type(self, outer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+        model_type = config.get("model_type")
+        if model_type:
+            return str(model_type)
+        architectures = outer.get("architectures") or [""]
+        by_architecture = {name: key for key, name in _ARCHITECTURES.items()}
+        return by_architecture.get(str(architectures[0]), "")
+
+    def _layer_types(self, layers: int, window: int | None) -> tuple[LayerType, ...]:
+        """Which layers slide, by the rule of each family."""
+        if self.model_type in ("mistral", "qwen3_moe"):
+            return ("sliding_attention",) * layers if window else ()
+        if self.model_type not in ("qwen2", "qwen3", "gemma3_text"):
+            return ()
+        named = self.values.get("layer_types")
+        if named is not None:
+            if len(named) != layers or not set(named) <= set(get_args(LayerType)):
+                raise self._error(
+                    f"layer_types must name {' or '.join(get_args(LayerType))} for {layers} layers"
+                )
+            return tuple(named)
+        if self.model_type == "gemma3_text":
+            every = self._int("sliding_window_pattern", 6)
+            slides = [bool((layer + 1) % every) for layer in range(layers)]
+        else:
+            first = int(self.values["max_window_layers"])
+            slides = [window is not None and layer >= first for layer in range(layers)]
+        return tuple("sliding_attention" if slide else "full_attention" for slide in slides)
+
+    def _window(self) -> int | None:
+        if self.model_type.startswith("qwen") and not self.values.get("use_sliding_window"):
+            return None
+        if self.model_type not in _DEFAULTS or "sliding_window" not in _DEFAULTS[self.model_type]:
+            return None
+        return None if self.values["sliding_window"] is None else self._int("sliding_window")
+
+    def _sparse_layers(self, layers: int) -> tuple[int, ...]:
+        dense = set(self.values.get("mlp_only_layers") or ())
+        step = self._int("decoder_sparse_step", 1)
+        return tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+
+    def _ropes(self) -> tuple[RopeConfig, RopeConfig | None]:
+        """The rope of all layers, and the sliding layers' own where they have one."""
+        theta = self.values.get("rope_theta") or 10_000.0
+        parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        if self.model_type != "gemma3_text":
+            return self._rope(parameters, theta), None
+        nested = parameters if set(get_args(LayerType)) & set(parameters) else {"full_attention": parameters}
+        return (
+            self._rope(nested.get("full_attention") or {}, theta),
+            self._rope(nested.get("sliding_attention") or {}, self.values["rope_local_base_freq"]),
+        )
+
+    def _rope(self, parameters: Mapping[str, Any], theta: float) -> RopeConfig:
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        if kind not in get_args(RopeType):
+            raise self._error(f"rope type {kind!r} is not supported ({', '.join(get_args(RopeType))} are)")
+        if (
+            parameters.get("partial_rotary_factor") or self.values.get("partial_rotary_factor") or 1.0
+        ) != 1.0:
+            raise self._error("partial_rotary_factor is not supported")
+        trained = self.values.get("original_max_position_embeddings") or parameters.get(
+            "original_max_position_embeddings"
+        )
+        values = {
+            key: parameters[key]
+            for key in msgspec.structs.asdict(RopeConfig())
+            if key not in ("type", "theta") and parameters.get(key) is not None
+        }
+        values["original_max_position_embeddings"] = trained or self._int("max_position_embeddings", 32768)
+        values["theta"] = parameters.get("rope_theta") or theta
+        if kind == "yarn" and parameters.get("factor") is None:
+            values["factor"] = (
+                self._int("max_position_embeddings", 32768) / values["original_max_position_embeddings"]
+            )
+        try:
+            return msgspec.convert({**values, "type": kind}, RopeConfig)
+        except msgspec.ValidationError as error:
+            raise self._error(f"rope parameters: {error}") from error
+
+    def _int(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise self._error(f"no {key!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._error(f"{key!r} is {value!r}, not a positive integer")
+        return value
+
+    def _float(self, key: str, default: float) -> float:
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(f"{key!r} is {value!r}, not a number")
+        return float(value)
+
+    def _ids(self, key: str) -> tuple[int, ...]:
+        value = self.values.get(key)
+        return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+
+    def _dtype(self) -> str | None:
+        value = self.values.get("dtype") or self.values.get("torch_dtype")
+        return None if value is None else str(value).removeprefix("torch.")
+
+    def _error(self, text: str) -> ModelError:
+        return ModelError(f"{self.where}: {text}")
