@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.request import Request
 
-
-class EngineStats(Protocol):
-    """A snapshot of the engine. The totals only grow."""
-
-    @property
-    def running(self) -> int: ...
-    @property
-    def waiting(self) -> int: ...
-    @property
-    def slots_total(self) -> int: ...
-    @property
-    def slots_free(self) -> int: ...
-    @property
-    def slots_evictable(self) -> int: ...
-    @property
-    def slots_protected(self) -> int: ...
-    @property
-    def prompt_tokens_total(self) -> int: ...
-    @property
-    def generation_tokens_total(self) -> int: ...
-    @property
-    def cached_tokens_total(self) -> int: ...
-    @property
-    def drafted_tokens_total(self) -> int: ...
-    @property
-    def accepted_tokens_total(self) -> int: ...
-    @property
-    def verify_steps_total(self) -> int: ...
-    @property
-    def preemptions_total(self) -> int: ...
-    @property
-    def requests_finished(self) -> Mapping[str, int]: ...
+if TYPE_CHECKING:
+    from engine.engine import EngineStats
 
 
 class EnginePort(Protocol):
     """The decode loop, seen from the event loop. All methods are thread-safe and return at once."""
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises QueueFull, EngineStopped or InvalidRequest."""
+    def submit(self, *requests: Request) -> None:
+        """Queue all or none. Raises QueueFull, EngineStopped or InvalidRequest."""
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its slots within a step. Unknown ids are ignored."""

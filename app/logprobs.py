@@ -1,0 +1,78 @@
+"""Log-probabilities in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from app.answers import ChatLogprob, ChatLogprobs, ChosenLogprob, CompletionLogprobs
+from app.deps import TokenizerPort
+from engine.request import TokenLogprob
+
+_FLOOR = -9999.0  # JSON has no -inf
+
+
+def chat_logprobs(tokenizer: TokenizerPort, logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
+    """Tokens that are not whole characters show U+FFFD as text; `bytes` are always exact."""
+
+    def chosen(token_id: int, logprob: float) -> ChosenLogprob:
+        raw = tokenizer.token_bytes(token_id)
+        return ChosenLogprob(raw.decode("utf-8", "replace"), max(logprob, _FLOOR), list(raw))
+
+    content = []
+    for entry in logprobs:
+        own = chosen(entry.token_id, entry.logprob)
+        tops = [chosen(token_id, logprob) for token_id, logprob in entry.top]
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, tops))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobWriter:
+    """Log-probabilities of one choice's text, piece by piece, with each token's offset in that text.
+
+    A token that is not whole characters is named `bytes:\\xNN...`, so that two of them stay apart in
+    `top_logprobs`; the characters that it is part of count where they are completed.
+    """
+
+    def __init__(self, tokenizer: TokenizerPort) -> None:
+        self._tokenizer = tokenizer
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, tokens: Iterable[tuple[int, TokenLogprob | None]]) -> CompletionLogprobs:
+        """(token id, its log-probability if it has one) of the tokens that come next."""
+        lists = CompletionLogprobs([], [], [], [])
+        for token_id, entry in tokens:
+            name = _token_name(self._tokenizer, token_id)
+            lists.tokens.append(name)
+            lists.text_offset.append(self._offset)
+            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
+            if entry is None:
+                lists.token_logprobs.append(None)
+                lists.top_logprobs.append(None)
+                continue
+            lists.token_logprobs.append(max(entry.logprob, _FLOOR))
+            tops = [(token_id, entry.logprob), *entry.top]
+            lists.top_logprobs.append(
+                {_token_name(self._tokenizer, other): max(value, _FLOOR) for other, value in tops}
+            )
+        return lists
+
+
+def join_logprobs(parts: Iterable[CompletionLogprobs]) -> CompletionLogprobs:
+    """The lists of `parts`, one after another."""
+    whole = CompletionLogprobs([], [], [], [])
+    for part in parts:
+        whole.tokens += part.tokens
+        whole.token_logprobs += part.token_logprobs
+        whole.top_logprobs += part.top_logprobs
+        whole.text_offset += part.text_offset
+    return whole
+
+
+def _token_name(tokenizer: TokenizerPort, token_id: int) -> str:
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
