@@ -18,7 +18,7 @@ def template_messages(messages: Sequence[Message], template: str | None) -> list
     result = []
     for index, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
-        turn.setdefault("content", None if message.tool_calls else "")
+        turn.setdefault("content", "")  # None would be rendered as a word
         if message.role == "developer" and not knows_developer:
             turn["role"] = "system"
         for number, call in enumerate(turn.get("tool_calls", ())):

@@ -96,9 +96,13 @@ class Generation:
             if self._gone:
                 raise ClientDisconnect
             burst, self._burst = self._burst, []
-            for _, event in burst:
-                _raise_if_failed(event)
-                left -= event.finish_reason is not None
+            failures = [(at, failure) for at, (_, event) in enumerate(burst) if (failure := _failure(event))]
+            if failures:
+                at, failure = failures[0]
+                if at:  # what came before it was emitted all the same
+                    yield burst[:at]
+                raise failure
+            left -= sum(event.finish_reason is not None for _, event in burst)
             yield burst
 
     @asynccontextmanager
@@ -142,11 +146,12 @@ class Generation:
         self._news.set()
 
 
-def _raise_if_failed(event: OutputEvent) -> None:
+def _failure(event: OutputEvent) -> ApiError | None:
     if event.finish_reason == "error":
-        raise ApiError(500, event.error or "the request failed")
+        return ApiError(500, event.error or "the request failed")
     if event.finish_reason == "abort":
-        raise unavailable(event.error or "the server is shutting down")
+        return unavailable(event.error or "the server is shutting down")
+    return None
 
 
 class Generator:

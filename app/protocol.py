@@ -395,6 +395,8 @@ def _explain(error: ValidationError) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     param = ""
     for item in first["loc"]:
+        if item == "[key]":  # pydantic's mark of an object's key, which the item before it names
+            continue
         param += f"[{item}]" if isinstance(item, int) else f".{item}" if param else item
     message = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"]
     if first["type"] == "model_type" and not param:

@@ -177,9 +177,8 @@ class FakeEngine:
     def num_live(self) -> int:
         return len(self._live)
 
-    def __enter__(self) -> FakeEngine:
+    def __enter__(self) -> None:
         self._thread.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
@@ -258,7 +257,7 @@ class FakeStatus:
     error: str | None = None
 
 
-def make_app(engine: FakeEngine, status: FakeStatus | None = None, **changes: Any) -> Starlette:
+def make_app(engine: FakeEngine, status: FakeStatus | None = None, /, **changes: Any) -> Starlette:
     """An app of the real routes over fakes; `changes` are fields of ServerDeps."""
     parts: dict[str, Any] = {
         "engine": lambda: engine,
@@ -292,7 +291,7 @@ def serving(app: Starlette) -> Iterator[str]:
 
 @contextmanager
 def http_server(reply: str = "Hello, world", **options: Any) -> Iterator[tuple[httpx.Client, FakeEngine]]:
-    """A client of a running server over a fake engine built with `options`."""
+    """A client of a running server over a fake engine built with `options`, and that engine."""
     engine = FakeEngine(ByteTokenizer(), reply, **options)
     with engine, serving(make_app(engine)) as url, httpx.Client(base_url=url, timeout=20) as client:
         yield client, engine
