@@ -81,6 +81,7 @@ class Engine:
         self._finished: Counter[str] = Counter()
         self._stats = EngineStats()
         self.max_context_len = 0
+        self.started = threading.Event()
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -128,6 +129,7 @@ class Engine:
         self._publish()
         with self._wake:
             self._open = not self._stopping
+        self.started.set()
         try:
             while self._take_in():
                 if self._scheduler.has_work:

@@ -21,6 +21,7 @@ from backends.setup import AttentionBackends, build_attention_backends
 from engine.graphs import StepGraph, capture
 from engine.memory import num_slots
 from engine.options import CacheOptions
+from engine.request import Request
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 from models.base import CausalLM
@@ -138,8 +139,7 @@ class ModelRunner:
     # -- passes ------------------------------------------------------------------------------------------------
 
     def batch(self, steps: Sequence[SequenceStep], capture_layers: tuple[int, ...] = ()) -> ForwardBatch:
-        """The flat batch of `steps`: each one's pending tokens, then its drafts. Samples get logits for every
-        row from their last known token on; a request that wants prompt logprobs for every row."""
+        """The flat batch of `steps`: each one's pending tokens, then its drafts, with logits for the last rows."""
         assert self.slot_table is not None and self.kv_pool is not None
         ids: list[int] = []
         positions: list[int] = []
@@ -151,15 +151,11 @@ class ModelRunner:
             request, start = step.request, step.request.cached_len
             known = start + step.num_tokens
             end = known + len(step.drafts)
-            first = len(ids)
             ids += request.token_ids(start, known)
             ids += step.drafts
             positions += range(start, end)
             slots += request.slots[start:end]
-            if request.sampling.prompt_logprobs is not None and not request.output_ids:
-                rows += range(first, len(ids))
-            elif step.samples:
-                rows += range(first + step.num_tokens - 1, len(ids))
+            rows += range(len(ids) - self.num_logits_rows(step), len(ids))
             query_lens.append(end - start)
             context_lens.append(end)
         device = self.device
@@ -176,6 +172,17 @@ class ModelRunner:
             kv_pool=self.kv_pool,
             capture_layers=capture_layers,
         )
+
+    @staticmethod
+    def wants_prompt_logits(request: Request) -> bool:
+        """Whether every row of the prompt needs logits. Recomputed after preemption, it has been answered."""
+        return request.sampling.prompt_logprobs is not None and not request.output_ids
+
+    def num_logits_rows(self, step: SequenceStep) -> int:
+        """How many rows of logits `forward` returns for `step`: the last ones of its part of the batch."""
+        if self.wants_prompt_logits(step.request):
+            return step.num_tokens + len(step.drafts)
+        return 1 + len(step.drafts) if step.samples else 0
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> PassResult:

@@ -1,0 +1,97 @@
+"""The plain worker: one token a step. Speculative workers build on it and differ in how many rows they check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.penalties import TokenHistory, needs_history
+from engine.request import Request, TokenLogprob
+from engine.runner import ModelRunner
+from engine.sampler import SamplingRow, sample, token_logprobs
+from engine.worker import SequenceStep, StepOutput
+
+
+class PlainWorker:
+    """Runs the target and samples. Nothing is drafted."""
+
+    def __init__(self, runner: ModelRunner, eos_token_ids: frozenset[int]) -> None:
+        self.runner = runner
+        self._eos_token_ids = eos_token_ids
+        self._histories: dict[Request, TokenHistory] = {}
+
+    def detect_mamba_commit(self) -> None:
+        """Start-up hook. Plain decoding never has anything to roll back."""
+
+    def max_draft_tokens(self, request: Request) -> int:
+        return 0
+
+    def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        return [() for _ in requests]
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
+        logits = self.runner.forward(self.runner.batch(steps)).logits
+        outputs = []
+        start = 0
+        for step in steps:
+            rows = self.runner.num_logits_rows(step)
+            outputs.append(self._output(step, logits[start : start + rows]))
+            start += rows
+        return outputs
+
+    def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
+        """Nothing to learn from a plain step."""
+
+    def release(self, request: Request) -> None:
+        self._histories.pop(request, None)
+
+    def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
+        """Tokens that follow the step's last known one, by its rows of logits [1 + drafts, V].
+
+        Raises ValueError if a row that is needed has no usable logits.
+        """
+        return [self.sample_row(step, logits, 0)]
+
+    def sample_row(
+        self, step: SequenceStep, logits: torch.Tensor, row: int
+    ) -> tuple[int, TokenLogprob | None]:
+        """The target's token after the first `row` drafts of the step, given that they stand."""
+        request = step.request
+        sampling_row = SamplingRow.of(
+            request, self._eos_token_ids, self._history(request, logits.shape[1]), step.drafts[:row]
+        )
+        result = sample(logits[row : row + 1], [sampling_row])
+        if result.errors:
+            raise ValueError(result.errors[0])
+        return result.token_ids[0], result.logprobs[0]
+
+    def _output(self, step: SequenceStep, logits: torch.Tensor) -> StepOutput:
+        request, prompt_logprobs = step.request, ()
+        if self.runner.wants_prompt_logits(request):
+            prompt_logprobs = self._prompt_logprobs(step, logits)
+        if not step.samples or request.sampling.max_tokens == 0:
+            return StepOutput(prompt_logprobs=prompt_logprobs)
+        try:
+            chosen = self.choose(step, logits[-1 - len(step.drafts) :])
+        except ValueError as error:
+            return StepOutput(error=str(error))
+        logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)
+        return StepOutput(tuple(token for token, _ in chosen), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, step: SequenceStep, logits: torch.Tensor) -> tuple[TokenLogprob, ...]:
+        """Row i of the chunk predicts the prompt token after it, if that is still the prompt."""
+        request = step.request
+        first = request.cached_len + 1
+        following = request.prompt_ids[first : first + step.num_tokens]
+        top = request.sampling.prompt_logprobs or 0
+        return tuple(token_logprobs(logits[: len(following)], following, top))
+
+    def _history(self, request: Request, vocab_size: int) -> TokenHistory | None:
+        if not needs_history(request.sampling):
+            return None
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = TokenHistory(request.prompt_ids, vocab_size)
+        history.update(request.output_ids)
+        return history
