@@ -82,7 +82,7 @@ class Generation:
 
     def _receive(self, event: OutputEvent) -> None:
         index = self._indices[event.request_id]
-        self._metrics.observe(self._timings[index], event)
+        self._metrics.observe(self._timings[index], self._requests[index], event)
         if event.finish_reason is not None:
             self._last_events[index] = event
         self._burst.append((index, event))

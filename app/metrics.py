@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from app.deps import EnginePort, StatusPort
-from engine.request import OutputEvent
+from engine.request import OutputEvent, Request
 
 _LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
@@ -30,9 +30,10 @@ _COUNTERS = {
 
 @dataclass(slots=True)
 class Timing:
-    """When a request was submitted and its tokens arrived, in seconds of `time.perf_counter`."""
+    """When a request was submitted and its tokens arrived, in seconds of `time.monotonic`."""
 
     start: float
+    admitted: bool = False
     first_token: float | None = None
     last_token: float = 0.0
     tokens: int = 0
@@ -90,16 +91,20 @@ class Metrics:
         self._tpot = histogram(
             "time_per_output_token_seconds", "Mean after the first, by request", _TOKEN_LATENCY
         )
+        self._queue = histogram("queue_time_seconds", "From submission to admission into the batch", _LATENCY)
         self._e2e = histogram("e2e_request_latency_seconds", "From submission to the last token", _LATENCY)
         self._accept = histogram("accept_length", "Tokens a verify step, mean by request", _ACCEPT_LENGTH)
 
     def start(self) -> Timing:
         """A request is being submitted."""
-        return Timing(time.perf_counter())
+        return Timing(time.monotonic())
 
-    def observe(self, timing: Timing, event: OutputEvent) -> None:
-        """Count an event of the request that `timing` belongs to."""
-        now = time.perf_counter()
+    def observe(self, timing: Timing, request: Request, event: OutputEvent) -> None:
+        """Count an event of `request`, which `timing` was started for."""
+        now = time.monotonic()
+        if request.admitted_at is not None and not timing.admitted:
+            timing.admitted = True
+            self._queue.observe(request.admitted_at - timing.start)
         if event.token_ids:
             if timing.first_token is None:
                 timing.first_token = now

@@ -124,6 +124,7 @@ class Request:
     slots: list[int] = field(default_factory=list)
     cached_len: int = 0
     prefix_hit_tokens: int | None = None  # served from the radix cache at first admission
+    admitted_at: float | None = None  # `time.monotonic()` of the first admission
     tree_len: int = 0
     node: Node | None = None
     table_row: int = -1  # meaningful while running

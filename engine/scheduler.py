@@ -10,6 +10,7 @@ runner is never preempted, nobody starves.
 from __future__ import annotations
 
 import heapq
+import time
 from itertools import count
 
 from engine.allocator import SlotAllocator
@@ -130,6 +131,7 @@ class Scheduler:
             request.cached_len = request.tree_len = len(match.slots)
             if request.prefix_hit_tokens is None:
                 request.prefix_hit_tokens = len(match.slots)
+                request.admitted_at = time.monotonic()
             request.table_row = self._table.acquire()
             self._table.write(request.table_row, 0, request.slots)
             request.state = RequestState.RUNNING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,6 +206,7 @@ class FakeEngine:
 
     def _step(self, live: _Live) -> OutputEvent:
         request, sampling = live.request, live.request.sampling
+        request.admitted_at = request.admitted_at or time.monotonic()
         if self._fail is not None and live.sent:
             return OutputEvent(request.request_id, "", (), finish_reason="error", error=self._fail)
         room = min(self._tokens_per_step, sampling.max_tokens - live.sent)

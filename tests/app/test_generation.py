@@ -62,6 +62,21 @@ def test_finished_requests_are_not_aborted() -> None:
         assert not engine.aborted
 
 
+def test_a_fault_of_the_server_is_a_500_and_the_next_request_is_served() -> None:
+    class BrokenTokenizer(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            if text == "break":
+                raise RuntimeError("a secret of the house")
+            return super().encode(text, add_special_tokens)
+
+    engine = FakeEngine(BrokenTokenizer())
+    with engine, serving(make_app(engine)) as url:
+        broken = httpx.post(url + COMPLETIONS, json={"prompt": "break"})
+        assert broken.status_code == 500
+        assert broken.json()["error"]["type"] == "server_error" and "secret" not in broken.text
+        assert httpx.post(url + COMPLETIONS, json={"prompt": "a"}).status_code == 200
+
+
 def test_one_connection_serves_request_after_request() -> None:
     with http_server() as (client, _engine):
         for stream in [False, True] * 3:
