@@ -29,9 +29,15 @@ class HiddenStates:
 
 
 class CausalLM(torch.nn.Module, ABC):
-    """A decoder that runs inside `forward_context(batch, backend)`."""
+    """A decoder that runs inside `forward_context(batch, backend)`. `dtype` is that of its activations."""
 
     config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """How its weights are held, as users name it: `bfloat16`."""
+        return str(self.dtype).removeprefix("torch.")
 
     @abstractmethod
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:

@@ -141,6 +141,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.layer_types) and self.layer_types[layer_id] == "sliding_attention"
 
     @property
+    def context_length(self) -> int:
+        """Tokens a sequence may span, with the stretch that RoPE scaling gives where the file counts without it."""
+        trained, rope = self.max_position_embeddings, self.rope
+        if self.local_rope is not None or rope.type not in ("linear", "dynamic", "yarn"):
+            return trained
+        scaled = rope.original_max_position_embeddings if rope.type == "yarn" else trained
+        return max(trained, int(scaled * rope.factor))
+
+    @property
     def attention_scale(self) -> float:
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
@@ -166,6 +175,11 @@ class _Reader:
         self.values: dict[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **shared, **config}
         names = outer.get("architectures") or [_ARCHITECTURES.get(str(outer.get("model_type")), "")]
         self.architecture = str(names[0])
+        if self.model_type not in _DEFAULTS:
+            raise self._error(
+                f"architecture {self.architecture!r} (model_type {self.model_type!r}) is not supported "
+                f"({', '.join(_ARCHITECTURES.values())} are)"
+            )
 
     def read(self) -> ModelConfig:
         if self.values.get("quantization_config"):
@@ -217,7 +231,7 @@ class _Reader:
             attn_logit_softcap=self._float(softcap.format("attn"), 0.0) or None,
             final_logit_softcap=self._float(softcap.format("final"), 0.0) or None,
             embedding_scale=hidden**0.5 if gemma else 1.0,
-            num_experts=self._int("num_experts") if moe else 0,
+            num_experts=self._int("num_local_experts", self._int("num_experts")) if moe else 0,
             num_experts_per_tok=self._int("num_experts_per_tok") if moe else 0,
             moe_intermediate_size=self._int("moe_intermediate_size") if moe else 0,
             norm_topk_prob=moe and bool(self.values.get("norm_topk_prob")),
@@ -257,11 +271,11 @@ class _Reader:
         return tuple("sliding_attention" if slide else "full_attention" for slide in slides)
 
     def _window(self) -> int | None:
-        if self.model_type.startswith("qwen") and not self.values.get("use_sliding_window"):
+        slides = self.model_type in ("mistral", "gemma3_text")
+        slides |= self.model_type.startswith("qwen") and bool(self.values.get("use_sliding_window"))
+        if not slides or self.values["sliding_window"] is None:
             return None
-        if self.model_type not in _DEFAULTS or "sliding_window" not in _DEFAULTS[self.model_type]:
-            return None
-        return None if self.values["sliding_window"] is None else self._int("sliding_window")
+        return self._int("sliding_window")
 
     def _sparse_layers(self, layers: int) -> tuple[int, ...]:
         dense = set(self.values.get("mlp_only_layers") or ())

@@ -1,0 +1,60 @@
+"""The decoder that all families are: embedding, layers, final norm, head. Families say which layers and norm."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from backends.forward import ForwardBatch
+from backends.kv_pool import KVLayout
+from models.base import CausalLM, HiddenStates
+from models.config import ModelConfig
+from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
+from models.rotary import RotaryEmbedding
+from models.weights import Weights
+
+
+class Decoder(CausalLM):
+    """A decoder-only model, built layer by layer from `source`."""
+
+    layer_class: ClassVar[type[torch.nn.Module]] = DecoderLayer
+    norm_class: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, config: ModelConfig, source: Weights) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = source.dtype
+        shape = (config.vocab_size,), config.hidden_size
+        (embedding,) = source.matrices(["model.embed_tokens.weight"], *shape)
+        self.embed_tokens = Embedding(embedding, source.dtype, config.embedding_scale)
+        self.layers = torch.nn.ModuleList(
+            self.layer_class(config, layer_id, source) for layer_id in range(config.num_layers)
+        )
+        self.norm = self.norm_class(
+            source.vector("model.norm.weight", config.hidden_size), config.rms_norm_eps
+        )
+        head = (embedding,) if config.tie_word_embeddings else source.matrices(["lm_head.weight"], *shape)
+        self.lm_head = Linear(head)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.ropes = [RotaryEmbedding(rope, config, source.dtype, source.device) for rope in ropes]
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        config = self.config
+        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+
+    def forward(self, batch: ForwardBatch) -> HiddenStates:
+        rotations = [rope(batch.positions) for rope in self.ropes]
+        hidden = self.embed_tokens(batch.input_ids)
+        captured: dict[int, torch.Tensor] = {}
+        for layer_id, layer in enumerate(self.layers):
+            # With two ropes, the second is the sliding layers'.
+            hidden = layer(hidden, rotations[-1] if self.config.is_sliding(layer_id) else rotations[0])
+            if layer_id in batch.capture_layers:
+                captured[layer_id] = hidden
+        return HiddenStates(self.norm(hidden), captured)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head(hidden).float()
+        cap = self.config.final_logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,146 @@
+"""From the name of a model to the model: find its files, check what can be seen without loading, load."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from models.base import CausalLM, ModelError
+from models.config import ModelConfig
+from models.gguf import GGUFSource, gguf_config
+from models.options import Dtype, ModelOptions
+from models.registry import family
+from models.source import SafetensorsSource, WeightSource, safetensors_files
+from models.weights import Weights
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model that was found and looks sound. `path` is the .gguf file or the Hugging Face folder."""
+
+    kind: Literal["gguf", "hf"]
+    path: Path
+    weight_files: tuple[Path, ...]
+    weight_bytes: int
+    config: ModelConfig
+    name: str
+
+
+def inspect_model(options: ModelOptions, download: Callable[[str], Path] | None = None) -> ModelFiles:
+    """Find `options.model` and check its headers, sizes and architecture, without loading weights.
+
+    A name that is not on this machine but looks like a hub id is fetched by `download` (default: the Hugging Face
+    hub, showing progress). Raises ModelError that names the file and what is wrong with it.
+    """
+    path = Path(options.model).expanduser()
+    if path.is_file():
+        return _inspect_gguf(path)
+    if path.is_dir():
+        return _inspect_folder(path, path.resolve().name)
+    if not _HUB_ID.fullmatch(options.model):
+        raise ModelError(
+            f"{options.model}: no such file or folder (a model is a .gguf file, a Hugging Face folder with "
+            "safetensors, or a hub id like org/name)"
+        )
+    return _inspect_folder((download or hub_snapshot)(options.model), options.model)
+
+
+def load_model(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """Load the weights on `device`, matrices converted to `dtype` one by one. Activations run in `dtype`.
+
+    Raises ModelError for a tensor that is missing, or of another shape than the configuration says.
+    """
+    source = _source(files.kind, files.path, files.weight_files)
+    weights = Weights(source, device, dtype)
+    with torch.inference_mode():
+        model = family(files.config, str(files.path))(files.config, weights)
+    weights.warn_unread()
+    return model
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` is the GPU where there is one, else the CPU. Raises ModelError for one that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"device {device!r} is not one: use auto, cpu or cuda") from error
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {device!r}: no CUDA device is available here")
+    return resolved
+
+
+def resolve_dtype(files: ModelFiles, dtype: Dtype, device: torch.device) -> torch.dtype:
+    """What to compute in. `auto` keeps a checkpoint's own float type where the device is fast at it.
+
+    On a CPU, 16-bit checkpoints and GGUF files run in bfloat16 where it has instructions for that, else in
+    float32. On a GPU a GGUF file runs in bfloat16.
+    """
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if files.config.dtype == "float32":
+        return torch.float32
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return _DTYPES.get(files.config.dtype or "bfloat16", torch.bfloat16)
+
+
+def hub_snapshot(repo_id: str) -> Path:
+    """Fetch a model from the Hugging Face hub into its cache, with progress. Raises ModelError if it cannot."""
+    from huggingface_hub import snapshot_download  # slow to import, and seldom needed
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo_id}: gated on the Hugging Face hub; accept its terms and set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{repo_id}: neither a local path nor a public model on the Hugging Face hub"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"{repo_id}: not a local path, not in the local cache, and the Hugging Face hub cannot be reached"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{repo_id}: the download from the Hugging Face hub failed ({error})") from error
+
+
+def _inspect_gguf(path: Path) -> ModelFiles:
+    config = gguf_config(path)
+    family(config, str(path))
+    return ModelFiles("gguf", path, (path,), path.stat().st_size, config, path.stem)
+
+
+def _inspect_folder(folder: Path, name: str) -> ModelFiles:
+    config = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
+    family(config, str(folder / "config.json"))
+    files = safetensors_files(folder)
+    _source("hf", folder, files)  # opens every file, which checks its header against its size
+    return ModelFiles("hf", folder, files, sum(file.stat().st_size for file in files), config, name)
+
+
+def _source(kind: Literal["gguf", "hf"], path: Path, files: tuple[Path, ...]) -> WeightSource:
+    return GGUFSource(path) if kind == "gguf" else SafetensorsSource(files, str(path))
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such file") from error
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path}: not readable as JSON ({error})") from error

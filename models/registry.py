@@ -1,0 +1,33 @@
+"""Architecture names, as checkpoints spell them, and the class that runs each."""
+
+from __future__ import annotations
+
+from models.base import ModelError
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.gemma3 import Gemma3ForCausalLM
+from models.llama import LlamaForCausalLM
+from models.mistral import MistralForCausalLM
+from models.qwen2 import Qwen2ForCausalLM
+from models.qwen3 import Qwen3ForCausalLM
+from models.qwen3_moe import Qwen3MoeForCausalLM
+
+FAMILIES: dict[str, type[Decoder]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
+}
+
+
+def family(config: ModelConfig, where: str) -> type[Decoder]:
+    """The class for `config`. Raises ModelError, which starts with `where`, for an architecture not in FAMILIES."""
+    found = FAMILIES.get(config.architecture)
+    if found is None:
+        raise ModelError(
+            f"{where}: architecture {config.architecture!r} is not supported ({', '.join(sorted(FAMILIES))} are)"
+        )
+    return found

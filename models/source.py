@@ -1,0 +1,111 @@
+"""Where weights come from: one protocol over checkpoint formats, and its safetensors implementation.
+
+Families ask for weights by their Hugging Face names (`model.layers.0.self_attn.q_proj.weight`); a source for
+another format maps those to its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
+from models.base import ModelError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class WeightSource(Protocol):
+    """A checkpoint, read one tensor at a time. `where` is what an error calls it."""
+
+    where: str
+
+    def names(self) -> set[str]:
+        """Hugging Face names of the tensors it has."""
+
+    def packed(self, name: str) -> PackedWeight:
+        """The matrix `name` [rows, columns] in the file's own format."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The float tensor `name`, any shape: a norm's weight, a bias."""
+
+
+class SafetensorsSource:
+    """Tensors of one or more .safetensors files, mapped into memory. Raises ModelError naming a file that is bad."""
+
+    def __init__(self, files: Sequence[Path], where: str) -> None:
+        self.where = where
+        self._files: dict[str, tuple[safe_open, str]] = {}
+        for path in files:
+            try:
+                # Opening checks the header, and that the data it speaks of fills the file exactly.
+                file = safe_open(path, framework="pt")
+            except FileNotFoundError as error:
+                raise ModelError(f"{path}: no such file") from error
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path}: truncated or corrupt safetensors file ({error})") from error
+            names: list[str] = file.keys()
+            for name in names:
+                text_name = _text_model_name(name)
+                if text_name is not None:
+                    self._files[text_name] = (file, name)
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def packed(self, name: str) -> PackedWeight:
+        weight = self.tensor(name)
+        if weight.ndim != 2 or weight.dtype not in FLOAT_FORMATS:
+            shape = list(weight.shape)
+            raise ModelError(f"{self.where}: {name} is {weight.dtype} {shape}, not a float matrix")
+        return pack_float(weight)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise ModelError(f"{self.where}: no tensor {name!r}")
+        file, own_name = self._files[name]
+        return file.get_tensor(own_name)
+
+
+def safetensors_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files of a Hugging Face folder. Raises ModelError for none, or for a shard that is missing."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _shards(index)
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return (single,)
+    raise ModelError(
+        f"{folder}: neither model.safetensors nor {INDEX_NAME} (other weight formats are not read)"
+    )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        files = sorted({index.parent / file for file in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index}: not a safetensors index ({error!r})") from error
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file}: missing, though {index.name} lists it")
+    return tuple(files)
+
+
+def _text_model_name(name: str) -> str | None:
+    """The name of a tensor in the text model alone; None for the vision parts of a multimodal checkpoint."""
+    for prefix, replacement in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    vision = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+    return None if name.startswith(vision) else name

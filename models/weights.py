@@ -1,0 +1,85 @@
+"""Weights on their way from a checkpoint into a model: checked, stacked, and brought into the form that is held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kernels.dequantize import dequantize
+from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
+from models.base import ModelError
+from models.source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+# Rows dequantised at a time, so that no float32 copy of a whole matrix exists beside the held one.
+_ROWS_AT_A_TIME = 4096
+
+
+class Weights:
+    """Hands a model its weights as they will be held: matrices by `hold`, all else in the model's dtype."""
+
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._source = source
+        self._unread = source.names()
+
+    def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[PackedWeight, ...]:
+        """The matrices `names`, [rows[i], columns] each, stacked row-wise into one where formats allow it."""
+        parts = []
+        for name, expected in zip(names, rows, strict=True):
+            part = self._source.packed(self._read(name))
+            self._check(name, (part.rows, part.columns), (expected, columns))
+            parts.append(part)
+        if len({part.format for part in parts}) == 1:
+            return (hold(concat_rows(parts), self.dtype, self.device),)
+        held = [hold(part, self.dtype, self.device) for part in parts]
+        return (concat_rows(held),) if len({part.format for part in held}) == 1 else tuple(held)
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """The vector `name` [size] in the model's dtype."""
+        vector = self._source.tensor(self._read(name))
+        self._check(name, tuple(vector.shape), (size,))
+        return vector.to(self.device, self.dtype, copy=True)
+
+    def warn_unread(self) -> None:
+        """Say which tensors of the checkpoint the model did not ask for."""
+        extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
+        if extra:
+            logger.warning(
+                "%s: %d tensors are not used: %s", self._source.where, len(extra), ", ".join(extra[:8])
+            )
+
+    def _read(self, name: str) -> str:
+        self._unread.discard(name)
+        return name
+
+    def _check(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if shape != expected:
+            raise ModelError(
+                f"{self._source.where}: {name} is {list(shape)}, but the configuration says {list(expected)}"
+            )
+
+
+def hold(weight: PackedWeight, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """The form in which a model keeps `weight`: a float matrix of `dtype` on `device`, in memory of its own."""
+    if weight.format in FLOAT_FORMATS.values():
+        return pack_float(weight.data.to(device, dtype, copy=True))
+    held = torch.empty(weight.rows, weight.columns, dtype=dtype, device=device)
+    for start in range(0, weight.rows, _ROWS_AT_A_TIME):
+        data = weight.data[start : start + _ROWS_AT_A_TIME]
+        held[start : start + len(data)] = dequantize(
+            PackedWeight(weight.format, data, len(data), weight.columns)
+        )
+    return pack_float(held)
+
+
+def concat_rows(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Matrices of one format and width, one above the other. A single one is returned as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    data = torch.cat([part.data for part in parts])
+    return PackedWeight(parts[0].format, data, sum(part.rows for part in parts), parts[0].columns)

@@ -1,0 +1,64 @@
+"""Runs a model the way the engine does: flat batches over a paged pool, here with slots in shuffled order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from backends.torch_native import TorchNativeBackend
+
+from backends.base import AttentionBackend
+from backends.forward import ForwardBatch, ForwardMode, forward_context
+from backends.kv_pool import KVPool
+from models.base import CausalLM, HiddenStates
+
+
+class Sequences:
+    """Up to `rows` sequences in one pool, each named by its row. `extend` appends tokens to some of them."""
+
+    def __init__(
+        self, model: CausalLM, rows: int = 4, length: int = 160, backend: AttentionBackend | None = None
+    ) -> None:
+        self.model = model
+        self.backend = backend or TorchNativeBackend()
+        num_slots = rows * length + 5
+        self.pool = KVPool(model.kv_layout(model.dtype), num_slots, torch.device("cpu"))
+        shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
+        self.slot_table = shuffled.view(rows, length).int()
+        self.lengths = [0] * rows
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+        """Append `tokens[row]` to each row, in one pass; float32 logits [len(tokens[row]), vocab_size] by row."""
+        hidden = self.forward(tokens)
+        with torch.inference_mode():
+            logits = self.model.logits(hidden.last)
+        parts = logits.split([len(ids) for ids in tokens.values()])
+        return dict(zip(tokens, parts, strict=True))
+
+    def forward(
+        self, tokens: Mapping[int, Sequence[int]], capture_layers: tuple[int, ...] = ()
+    ) -> HiddenStates:
+        """The same pass, as hidden states of all its tokens, row after row."""
+        positions, slots = [], []
+        for row, ids in tokens.items():
+            span = slice(self.lengths[row], self.lengths[row] + len(ids))
+            positions.append(torch.arange(span.start, span.stop))
+            slots.append(self.slot_table[row, span].long())
+            self.lengths[row] = span.stop
+        decoding = all(len(ids) == 1 for ids in tokens.values())
+        flat = [token for ids in tokens.values() for token in ids]
+        batch = ForwardBatch(
+            mode=ForwardMode.DECODE if decoding else ForwardMode.EXTEND,
+            input_ids=torch.tensor(flat),
+            positions=torch.cat(positions),
+            out_slots=torch.cat(slots),
+            query_lens=tuple(len(ids) for ids in tokens.values()),
+            context_lens=tuple(self.lengths[row] for row in tokens),
+            slot_table=self.slot_table,
+            table_rows=tuple(tokens),
+            logits_rows=torch.arange(len(flat)),
+            kv_pool=self.pool,
+            capture_layers=capture_layers,
+        )
+        with torch.inference_mode(), forward_context(batch, self.backend):
+            return self.model(batch)
