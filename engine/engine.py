@@ -202,7 +202,9 @@ class Engine:
         if not drafting:
             return steps
         proposals = self._worker.draft(
-            [steps[index].request for index in drafting], [limits[index] for index in drafting]
+            [steps[index].request for index in drafting],
+            [limits[index] for index in drafting],
+            sum(step.num_tokens for step in steps),
         )
         for index, drafts in zip(drafting, proposals, strict=True):
             if not drafts:
@@ -231,7 +233,8 @@ class Engine:
             )
             return
         if live.prompt_logprobs is not None:
-            live.prompt_logprobs.extend(output.prompt_logprobs)
+            # By position: after a preemption the prompt is gone through again.
+            live.prompt_logprobs[request.cached_len + 1 :] = output.prompt_logprobs
 
         text, finish, stop_reason, kept = "", None, None, 0
         if step.samples and request.sampling.max_tokens == 0:

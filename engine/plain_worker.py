@@ -27,7 +27,7 @@ class PlainWorker:
     def max_draft_tokens(self, request: Request) -> int:
         return 0
 
-    def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
         return [() for _ in requests]
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:

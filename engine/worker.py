@@ -40,7 +40,9 @@ class StepOutput:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # for prompt tokens cached_len+1 .. of this chunk, if asked
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # for prompt tokens cached_len+1 .. of this chunk, if asked
     error: str | None = None
 
 
@@ -50,8 +52,11 @@ class GenerationWorker(Protocol):
     def max_draft_tokens(self, request: Request) -> int:
         """The most tokens that `draft` may propose for `request` now (0: plain decoding)."""
 
-    def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
-        """Propose at most `limits[i]` tokens to follow `requests[i]`'s last one. May be empty."""
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+        """Propose at most `limits[i]` tokens to follow `requests[i]`'s last one. May be empty.
+
+        `rows` is how many rows the step has without drafts.
+        """
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
         """Run the pass and sample or verify. One output a step, in order."""

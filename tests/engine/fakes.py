@@ -57,7 +57,7 @@ class CountingWorker:
     def max_draft_tokens(self, request: Request) -> int:
         return self.num_drafts
 
-    def draft(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
         return [self._drafts(request, limit) for request, limit in zip(requests, limits, strict=True)]
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:

@@ -44,7 +44,9 @@ def test_drafts_change_the_number_of_steps_and_nothing_else(drafts: int, wrong: 
 
 
 @pytest.mark.parametrize("drafts", [0, 3, 8])
-def test_a_stop_inside_an_accepted_block_cuts_text_tokens_usage_and_counters_at_one_place(drafts: int) -> None:
+def test_a_stop_inside_an_accepted_block_cuts_text_tokens_usage_and_counters_at_one_place(
+    drafts: int,
+) -> None:
     with running_engine(CountingWorker(drafts)) as engine:
         request, receiver = make_request("r", "ab", max_tokens=50, stop=("gh",))
         engine.submit(request)
@@ -132,7 +134,9 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: str) -> None:
 
 
 def test_a_fault_of_one_request_ends_that_one_alone() -> None:
-    worker = CountingWorker(fail_on=lambda request: "logits are not finite" if request.request_id == "bad" else None)
+    worker = CountingWorker(
+        fail_on=lambda request: "logits are not finite" if request.request_id == "bad" else None
+    )
     with running_engine(worker) as engine:
         bad, bad_receiver = make_request("bad", "ab", max_tokens=5)
         good, good_receiver = make_request("good", "ab", max_tokens=5)
@@ -186,7 +190,9 @@ def test_more_requests_than_slots_all_finish_with_the_right_text() -> None:
     with running_engine(CountingWorker(3, 1), slots=64, context=64, running=8, queued=16) as engine:
         receivers: list[Receiver] = []
         for index in range(8):
-            request, receiver = make_request(f"r{index}", "abcdefghij"[index:] + "abc"[: index % 3], max_tokens=20)
+            request, receiver = make_request(
+                f"r{index}", "abcdefghij"[index:] + "abc"[: index % 3], max_tokens=20
+            )
             engine.submit(request)
             receivers.append(receiver)
         for receiver in receivers:

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.verify import accept
+from speculative.verify import verify
+
+
+def accept(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
+    return tuple(verify(drafts, sampled.__getitem__, int))
 
 
 @pytest.mark.parametrize(
@@ -28,9 +32,15 @@ def test_longest_agreeing_prefix_plus_one(
     assert accept(drafts, sampled) == emitted
 
 
-def test_a_block_needs_one_sampled_token_a_row() -> None:
-    with pytest.raises(ValueError, match="2 drafted tokens need 3"):
-        accept([1, 2], [1, 2])
+def test_rows_behind_the_first_disagreement_are_not_sampled() -> None:
+    sampled: list[int] = []
+
+    def sample(row: int) -> int:
+        sampled.append(row)
+        return 5
+
+    assert verify([5, 6, 5, 5], sample, int) == [5, 5]
+    assert sampled == [0, 1]
 
 
 def target(context: Sequence[int]) -> int:
