@@ -23,6 +23,7 @@ from app.errors import ApiError, bad_request
 from engine.request import SamplingParams, SpeculationParams
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 2048  # of one API request, all prompts together
 DEFAULT_COMPLETION_TOKENS = 16
 _MAX_INT64 = 2**63 - 1
 
@@ -228,6 +229,8 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise bad_request(f"prompts times `n` may be at most {MAX_CHOICES}", "prompt")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request(
                 "`best_of` is supported only where it equals `n`", "best_of", "unsupported_parameter"

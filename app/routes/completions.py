@@ -68,11 +68,12 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         n = body.n or 1
+        echoes = [_prompt_text(tokenizer, prompt) if body.echo else None for prompt in body.prompt]
         writers = [
             _ChoiceWriter(
                 i * n + j,
                 ids,
-                _prompt_text(tokenizer, body.prompt[i]) if body.echo else None,
+                echoes[i],
                 CompletionLogprobWriter(tokenizer) if body.logprobs is not None else None,
             )
             for i, ids in enumerate(prompts)

@@ -94,12 +94,13 @@ def test_fields_out_of_range_are_named(client: httpx.Client, route: str, fields:
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [257]}, "prompt"),
+        ({"prompt": ["x"] * 17, "n": 128}, "prompt"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 2}, "best_of"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_fields_of_completions_are_checked(client: httpx.Client, fields: dict, param: str) -> None:
     assert_error(client.post(COMPLETIONS, json={"prompt": "x", **fields}), 400, param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -56,8 +57,8 @@ def test_sixteen_tokens_are_the_default(client: openai.OpenAI) -> None:
     [("ab", 1), (["ab", "cde"], 2), ([65, 66], 1), ([[65, 66], [67]], 2)],
     ids=["text", "texts", "token ids", "lists of token ids"],
 )
-def test_prompts_come_in_four_forms(client: openai.OpenAI, prompt: object, count: int) -> None:
-    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100)  # type: ignore[arg-type]
+def test_prompts_come_in_four_forms(client: openai.OpenAI, prompt: Any, count: int) -> None:
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=100)
     assert [choice.index for choice in answer.choices] == list(range(count))
     assert {choice.text for choice in answer.choices} == {REPLY}
 
@@ -80,7 +81,7 @@ def test_n_choices_of_each_prompt_are_numbered_prompt_by_prompt(
     "options", [{}, {"n": 3}, {"echo": True}, {"logprobs": 2}, {"echo": True, "logprobs": 0}]
 )
 def test_a_stream_concatenated_equals_the_unstreamed_answer(client: openai.OpenAI, options: dict) -> None:
-    request = {"model": "tiny", "prompt": ["é1", "two"], "max_tokens": 100, **options}
+    request: dict[str, Any] = {"model": "tiny", "prompt": ["é1", "two"], "max_tokens": 100, **options}
     whole = client.completions.create(**request)
     texts: dict[int, str] = {}
     logprobs: dict[int, dict[str, list]] = {}
@@ -103,7 +104,7 @@ def test_a_stream_concatenated_equals_the_unstreamed_answer(client: openai.OpenA
 
 
 def test_usage_closes_a_stream_that_asked_for_it(client: openai.OpenAI) -> None:
-    options = {"include_usage": True}
+    options: Any = {"include_usage": True}
     chunks = list(
         client.completions.create(
             model="tiny", prompt=["abcd", "ef"], n=2, max_tokens=4, stream=True, stream_options=options
@@ -152,7 +153,7 @@ def test_logprobs_are_of_the_emitted_tokens(client: openai.OpenAI) -> None:
 
 
 def test_every_sampling_field_reaches_the_engine(client: openai.OpenAI, engine: FakeEngine) -> None:
-    own = {
+    own: dict[str, Any] = {
         "top_k": 7,
         "min_p": 0.125,
         "repetition_penalty": 1.5,
@@ -163,7 +164,7 @@ def test_every_sampling_field_reaches_the_engine(client: openai.OpenAI, engine: 
         "include_stop_str_in_output": True,
         "speculation": {"algorithm": "none", "num_draft_tokens": 3},
     }
-    standard = {
+    standard: dict[str, Any] = {
         "max_tokens": 9,
         "temperature": 0.5,
         "top_p": 0.75,

@@ -218,6 +218,31 @@ async def test_events_of_one_burst_are_read_together_and_in_order(hand: HandEngi
     assert bursts == [[(0, "a"), (1, "a"), (0, "b"), (1, "b")]]
 
 
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Counts how often it is woken from another thread."""
+
+    wake_ups = 0
+
+    def call_soon_threadsafe(self, *args: Any, **options: Any) -> Any:
+        self.wake_ups += 1
+        return super().call_soon_threadsafe(*args, **options)
+
+
+def test_a_burst_wakes_the_loop_once_whatever_its_size(hand: HandEngine) -> None:
+    async def two_clients() -> int:
+        generator = generator_over(hand)
+        clients = [generator.start(name, [[1]], 8, SamplingParams(), SpeculationParams()) for name in "ab"]
+        step = threading.Thread(target=lambda: [hand.send(index, "x", "stop") for index in range(16)])
+        step.start()
+        step.join()  # the loop is busy meanwhile, as with a slow client
+        return sum([len(burst) for client in clients async for burst in client])
+
+    loop = CountingLoop()
+    assert loop.run_until_complete(two_clients()) == 16
+    assert loop.wake_ups == 1
+    loop.close()
+
+
 @pytest.mark.asyncio
 async def test_no_event_is_lost_between_threads(hand: HandEngine) -> None:
     generation = generator_over(hand).start("id", [[1]], 4, SamplingParams(), SpeculationParams())
