@@ -57,4 +57,4 @@ async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_too
     try:
         return await off_loop(render, sum(len(message.content or "") for message in fields.messages))
     except ValueError as error:
-        raise bad_request(f"the chat template refused the messages: {error}", "messages") from error
+        raise bad_request(str(error), "messages") from error
