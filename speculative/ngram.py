@@ -25,9 +25,13 @@ class NgramIndex:
     Occurrences of the same n-gram form a chain from the latest to the first, as in LZ77 compressors. A proposal walks
     at most `max_candidates` of them, and takes the one with the most tokens before it, up to `max_match`, in common
     with the end of the text; among equals the latest. O(1) a token, O(max_candidates + max_match) a proposal.
+
+    How far to trust a proposal is left to who uses it. In answers of a small chat model the first token proposed is
+    right one time in four after one matching token, one in two after two, three in four after eight, and nearly
+    always after sixteen.
     """
 
-    def __init__(self, min_match: int = 2, max_match: int = 16, max_candidates: int = 16) -> None:
+    def __init__(self, min_match: int = 1, max_match: int = 16, max_candidates: int = 16) -> None:
         self._min_match = min_match
         self._max_match = max_match
         self._max_candidates = max_candidates

@@ -11,7 +11,7 @@ from speculative.ngram import NgramDraft, NgramIndex
 
 
 def index_of(token_ids: Sequence[int], **options: int) -> NgramIndex:
-    index = NgramIndex(**options)
+    index = NgramIndex(**{"min_match": 2, **options})
     index.extend(token_ids)
     return index
 
@@ -31,6 +31,12 @@ def test_a_match_shorter_than_min_match_is_not_enough() -> None:
     text = [1, 2, 3, 4, 9, 1, 2]
     assert index_of(text, min_match=3).propose(2) == NgramDraft()
     assert index_of([7, *text, 7, 1, 2], min_match=3).propose(1) == NgramDraft((3,), match_length=3)
+
+
+def test_by_default_one_token_is_a_match() -> None:
+    index = NgramIndex()
+    index.extend([1, 2, 3, 9, 2])
+    assert index.propose(2) == NgramDraft((3, 9), match_length=1)
 
 
 def test_the_longest_match_wins_over_a_later_one() -> None:

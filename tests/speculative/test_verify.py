@@ -11,36 +11,38 @@ from hypothesis import strategies as st
 from speculative.verify import verify
 
 
-def accept(drafts: Sequence[int], sampled: Sequence[int]) -> tuple[int, ...]:
-    return tuple(verify(drafts, sampled.__getitem__, int))
-
-
 @pytest.mark.parametrize(
     ("drafts", "sampled", "emitted"),
     [
-        ([], [7], (7,)),
-        ([5], [7, 9], (7,)),
-        ([5], [5, 9], (5, 9)),
-        ([5, 6], [5, 9, 6], (5, 9)),
-        ([5, 6, 8], [5, 9, 8, 1], (5, 9)),
-        ([5, 6, 8], [5, 6, 8, 1], (5, 6, 8, 1)),
+        ([], [7], [7]),
+        ([5], [7, 9], [7]),
+        ([5], [5, 9], [5, 9]),
+        ([5, 6], [5, 9, 6], [5, 9]),
+        ([5, 6, 8], [5, 9, 8, 1], [5, 9]),
+        ([5, 6, 8], [5, 6, 8, 1], [5, 6, 8, 1]),
     ],
 )
 def test_longest_agreeing_prefix_plus_one(
-    drafts: Sequence[int], sampled: Sequence[int], emitted: tuple[int, ...]
+    drafts: Sequence[int], sampled: Sequence[int], emitted: list[int]
 ) -> None:
-    assert accept(drafts, sampled) == emitted
+    assert verify(drafts, sampled.__getitem__, int) == emitted
 
 
-def test_rows_behind_the_first_disagreement_are_not_sampled() -> None:
-    sampled: list[int] = []
+def test_rows_past_the_first_disagreement_are_not_sampled() -> None:
+    """Sampling has effects: penalties count the token, a grammar moves on. A dropped row must have none."""
+    rows: list[int] = []
 
     def sample(row: int) -> int:
-        sampled.append(row)
-        return 5
+        rows.append(row)
+        return 9
 
-    assert verify([5, 6, 5, 5], sample, int) == [5, 5]
-    assert sampled == [0, 1]
+    assert verify([9, 8, 9], sample, int) == [9, 9]
+    assert rows == [0, 1]
+
+
+def test_what_is_sampled_may_carry_more_than_the_token() -> None:
+    sampled = [(5, "a"), (9, "b"), (6, "c")]
+    assert verify([5, 6], sampled.__getitem__, lambda item: item[0]) == [(5, "a"), (9, "b")]
 
 
 def target(context: Sequence[int]) -> int:
@@ -52,8 +54,8 @@ def target(context: Sequence[int]) -> int:
 def test_any_drafts_give_the_output_of_plain_decoding(blocks: list[list[int]]) -> None:
     context = [1]
     for drafts in blocks:
-        rows = [target(context + drafts[:j]) for j in range(len(drafts) + 1)]
-        context += accept(drafts, rows)
+        rows = [target(context + drafts[:row]) for row in range(len(drafts) + 1)]
+        context += verify(drafts, rows.__getitem__, int)
     plain = [1]
     while len(plain) < len(context):
         plain.append(target(plain))
