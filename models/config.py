@@ -257,18 +257,24 @@ class _Reader:
             return ()
         named = self.values.get("layer_types")
         if named is not None:
-            if len(named) != layers or not set(named) <= set(get_args(LayerType)):
-                raise self._error(
-                    f"layer_types must name {' or '.join(get_args(LayerType))} for {layers} layers"
-                )
-            return tuple(named)
+            return self._named_layer_types(named, layers)
         if self.model_type == "gemma3_text":
             every = self._int("sliding_window_pattern", 6)
             slides = [bool((layer + 1) % every) for layer in range(layers)]
         else:
-            first = int(self.values["max_window_layers"])
+            first = self.values["max_window_layers"]
             slides = [window is not None and layer >= first for layer in range(layers)]
-        return tuple("sliding_attention" if slide else "full_attention" for slide in slides)
+        kinds = get_args(LayerType)  # full, sliding
+        return tuple(kinds[slide] for slide in slides)
+
+    def _named_layer_types(self, named: Any, layers: int) -> tuple[LayerType, ...]:
+        try:
+            types = msgspec.convert(named, tuple[LayerType, ...])
+        except msgspec.ValidationError as error:
+            raise self._error(f"layer_types: {error}") from error
+        if len(types) != layers:
+            raise self._error(f"layer_types has {len(types)} entries for {layers} layers")
+        return types
 
     def _window(self) -> int | None:
         slides = self.model_type in ("mistral", "gemma3_text")

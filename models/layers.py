@@ -6,6 +6,8 @@ Arithmetic follows transformers step by step, so that equal weights give equal l
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import gelu, silu
 
@@ -15,6 +17,10 @@ from kernels.packed import PackedWeight
 from models.config import ModelConfig
 from models.rotary import Rotation, rotate
 from models.weights import Weights
+
+# On a CPU, torch may divide an element-wise operation of more elements than this (GELU's limit, the lowest) among
+# its threads, wherever that falls within a row, and computes the ends of each share with another exp or tanh.
+_UNDIVIDED = 16384
 
 
 class Linear(torch.nn.Module):
@@ -139,7 +145,7 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate) * up)
+        return self.down_proj(activate(self.act, gate) * up)
 
 
 class DecoderLayer(torch.nn.Module):
@@ -162,6 +168,13 @@ class DecoderLayer(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def activate(act: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Element-wise act(x), x [T, n], whose rows do not depend, to the bit, on T or the number of threads."""
+    if x.device.type != "cpu" or x.numel() <= _UNDIVIDED:
+        return act(x)
+    return torch.cat([act(rows) for rows in x.split(max(1, _UNDIVIDED // x.shape[-1]))])
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,9 @@ def load_model(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> C
 
     Raises ModelError for a tensor that is missing, or of another shape than the configuration says.
     """
-    source = _source(files.kind, files.path, files.weight_files)
-    weights = Weights(source, device, dtype)
+    source: WeightSource
+    source = GGUFSource(files.path) if files.kind == "gguf" else SafetensorsSource(files.weight_files)
+    weights = Weights(source, str(files.path), device, dtype)
     with torch.inference_mode():
         model = family(files.config, str(files.path))(files.config, weights)
     weights.warn_unread()
@@ -129,12 +130,8 @@ def _inspect_folder(folder: Path, name: str) -> ModelFiles:
     config = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
     family(config, str(folder / "config.json"))
     files = safetensors_files(folder)
-    _source("hf", folder, files)  # opens every file, which checks its header against its size
+    SafetensorsSource(files)  # opens every file, which checks its header against its size
     return ModelFiles("hf", folder, files, sum(file.stat().st_size for file in files), config, name)
-
-
-def _source(kind: Literal["gguf", "hf"], path: Path, files: tuple[Path, ...]) -> WeightSource:
-    return GGUFSource(path) if kind == "gguf" else SafetensorsSource(files, str(path))
 
 
 def _read_json(path: Path) -> dict[str, object]:

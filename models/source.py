@@ -21,9 +21,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class WeightSource(Protocol):
-    """A checkpoint, read one tensor at a time. `where` is what an error calls it."""
-
-    where: str
+    """A checkpoint, read one tensor at a time."""
 
     def names(self) -> set[str]:
         """Hugging Face names of the tensors it has."""
@@ -36,10 +34,10 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Tensors of one or more .safetensors files, mapped into memory. Raises ModelError naming a file that is bad."""
+    """Tensors of a folder's .safetensors files, mapped into memory. Raises ModelError naming a file that is bad."""
 
-    def __init__(self, files: Sequence[Path], where: str) -> None:
-        self.where = where
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._where = files[0].parent
         self._files: dict[str, tuple[safe_open, str]] = {}
         for path in files:
             try:
@@ -62,12 +60,12 @@ class SafetensorsSource:
         weight = self.tensor(name)
         if weight.ndim != 2 or weight.dtype not in FLOAT_FORMATS:
             shape = list(weight.shape)
-            raise ModelError(f"{self.where}: {name} is {weight.dtype} {shape}, not a float matrix")
+            raise ModelError(f"{self._where}: {name} is {weight.dtype} {shape}, not a float matrix")
         return pack_float(weight)
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._files:
-            raise ModelError(f"{self.where}: no tensor {name!r}")
+            raise ModelError(f"{self._where}: no tensor {name!r}")
         file, own_name = self._files[name]
         return file.get_tensor(own_name)
 

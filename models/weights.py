@@ -19,12 +19,16 @@ _ROWS_AT_A_TIME = 4096
 
 
 class Weights:
-    """Hands a model its weights as they will be held: matrices by `hold`, all else in the model's dtype."""
+    """Hands a model its weights as they will be held: matrices by `hold`, all else in the model's dtype.
 
-    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
+    Errors start with `where`, the path of the checkpoint.
+    """
+
+    def __init__(self, source: WeightSource, where: str, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
         self.dtype = dtype
         self._source = source
+        self._where = where
         self._unread = source.names()
 
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[PackedWeight, ...]:
@@ -49,9 +53,7 @@ class Weights:
         """Say which tensors of the checkpoint the model did not ask for."""
         extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
         if extra:
-            logger.warning(
-                "%s: %d tensors are not used: %s", self._source.where, len(extra), ", ".join(extra[:8])
-            )
+            logger.warning("%s: %d tensors are not used: %s", self._where, len(extra), ", ".join(extra[:8]))
 
     def _read(self, name: str) -> str:
         self._unread.discard(name)
@@ -60,7 +62,7 @@ class Weights:
     def _check(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:
             raise ModelError(
-                f"{self._source.where}: {name} is {list(shape)}, but the configuration says {list(expected)}"
+                f"{self._where}: {name} is {list(shape)}, but the configuration says {list(expected)}"
             )
 
 
