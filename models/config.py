@@ -131,7 +131,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Read the dict of a config.json. Raises ModelError, which starts with `where`, for one that cannot be used."""
-        return _Reader(config, where).read()
+        try:
+            return _Reader(config, where).read()
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ModelError(f"{where}: not the configuration of a language model ({error!r})") from error
 
     def window(self, layer_id: int) -> int | None:
         """Tokens that a query of this layer sees, itself included; None: all."""
@@ -347,7 +350,10 @@ class _Reader:
 
     def _ids(self, key: str) -> tuple[int, ...]:
         value = self.values.get(key)
-        return tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+        ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not all(isinstance(item, int) for item in ids):
+            raise self._error(f"{key!r} is {value!r}, not token ids")
+        return tuple(ids)
 
     def _dtype(self) -> str | None:
         value = self.values.get("dtype") or self.values.get("torch_dtype")

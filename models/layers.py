@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from kernels.linear import embedding, linear
 from torch.nn.functional import gelu, silu
 
 from backends.forward import get_forward_context
-from kernels import linear as kernels
 from kernels.packed import PackedWeight
 from models.config import ModelConfig
 from models.rotary import Rotation, rotate
@@ -50,8 +50,8 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(self.weights) == 1:
-            return kernels.linear(x, self.weights[0], self.bias)
-        y = torch.cat([kernels.linear(x, weight) for weight in self.weights], dim=-1)
+            return linear(x, self.weights[0], self.bias)
+        y = torch.cat([linear(x, weight) for weight in self.weights], dim=-1)
         return y if self.bias is None else y + self.bias
 
 
@@ -65,7 +65,7 @@ class Embedding(torch.nn.Module):
         self.scale = float(torch.tensor(scale, dtype=dtype))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = kernels.embedding(ids, self.weight, self.dtype)
+        rows = embedding(ids, self.weight, self.dtype)
         return rows if self.scale == 1.0 else rows * self.scale
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from models.base import ModelError
 from models.config import ModelConfig
@@ -149,6 +151,9 @@ def test_gemma3_as_published_with_most_keys_left_out() -> None:
         ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "big"}}, "rope parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id' is '</s>'"),
+        ({"rope_scaling": "linear"}, "not the configuration"),
+        ({"architectures": 7}, "not the configuration"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM'"),
     ],
@@ -162,3 +167,31 @@ def test_what_cannot_be_used_is_named(changes: dict[str, Any], complaint: str) -
 def test_a_config_that_is_no_object_is_refused() -> None:
     with pytest.raises(ModelError, match="not a JSON object"):
         ModelConfig.from_hf([1, 2], "config.json")  # type: ignore[arg-type]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [*LLAMA, "rope_scaling", "rope_parameters", "layer_types", "text_config", "sliding_window"]
+        ),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats()
+            | st.sampled_from(["qwen2", "gemma3", "yarn"]),
+            lambda inner: (
+                st.lists(inner, max_size=2)
+                | st.dictionaries(st.sampled_from(["rope_type", "factor", "type", "full_attention"]), inner)
+            ),
+            max_leaves=4,
+        ),
+    )
+)
+def test_any_json_object_is_read_or_refused_and_never_crashes(changes: dict[str, Any]) -> None:
+    try:
+        read = ModelConfig.from_hf({**LLAMA, **changes})
+    except ModelError:
+        return
+    assert read.num_heads % read.num_kv_heads == 0
+    assert len(read.layer_types) in (0, read.num_layers)

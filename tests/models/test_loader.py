@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,19 @@ def test_a_path_that_does_not_exist_is_never_asked_of_the_hub(model: str) -> Non
 
     with pytest.raises(ModelError, match="no such file or folder"):
         inspect_model(ModelOptions(model=model), download)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
+    program = (
+        "from models.loader import ModelError, hub_snapshot\n"
+        "try: hub_snapshot('some-org/some-model')\n"
+        "except ModelError as error: print(error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "some-org/some-model: not a local path" in said.stdout
+    assert "cannot be reached" in said.stdout
 
 
 def test_a_folder_without_configuration_or_weights_is_refused(folder: Path) -> None:
