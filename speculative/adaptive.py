@@ -60,11 +60,11 @@ class AcceptRates:
     def chances(self, prior: Sequence[float], confidence: int, length: int) -> list[float]:
         """The chance of each of `length` tokens that it is accepted, which takes all before it. `prior` is the accept
         rate of each level that is assumed until this one's own observations weigh more."""
+        hits, trials, last = self._hits, self._trials, NUM_LEVELS - 1
         chance, chances = 1.0, []
-        for i in range(length):
-            level = min(confidence + i, NUM_LEVELS - 1)
-            trials = self._trials[level] + PRIOR_WEIGHT
-            chance *= (self._hits[level] + PRIOR_WEIGHT * prior[level]) / trials
+        for level in range(confidence, confidence + length):
+            level = min(level, last)
+            chance *= (hits[level] + PRIOR_WEIGHT * prior[level]) / (trials[level] + PRIOR_WEIGHT)
             chances.append(chance)
         return chances
 
@@ -89,7 +89,7 @@ class StepCostModel:
         bucket = _bucket(rows)
         times = self._times.setdefault(bucket, deque(maxlen=TIMES_KEPT))
         while self.age(rows, step) >= PROBE_AGE and len(times) >= TIMES_NEEDED:
-            times.popleft()  # old times are outvoted soon
+            times.popleft()  # so that two probes outvote old times
         times.append(seconds)
         self._seen[bucket] = step
         if len(times) < TIMES_NEEDED:

@@ -175,6 +175,15 @@ def test_a_step_tries_at_most_double_the_rows_measured() -> None:
     assert controller.plan([Candidate(always(True), 0, LIMIT)], 1) == [3]
 
 
+@pytest.mark.parametrize(("gain", "drafted"), [(0.005, 0), (0.05, 1)])
+def test_drafts_that_hardly_pay_are_not_worth_the_risk(gain: float, drafted: int) -> None:
+    controller = measured(lambda rows: 1.0 if rows == 1 else 2.0 / (1 + gain))  # for one token, or two
+    rates = always(True)
+    for _ in range(100):
+        controller.observe(rates, 0, 1, 1)
+    assert controller.plan([Candidate(rates, 0, 1)], 1) == [drafted]
+
+
 def test_a_draft_is_never_longer_than_offered() -> None:
     controller = measured(linear(0.0))
     candidates = [Candidate(always(True), 0, length) for length in (3, 0, 5)]
@@ -198,6 +207,24 @@ def test_rates_are_kept_by_confidence() -> None:
     assert controller.plan([Candidate(rates, 8, LIMIT), Candidate(rates, 1, LIMIT)], 2) == [LIMIT, 0]
 
 
+def test_confidence_above_the_highest_level_counts_as_that() -> None:
+    rates = AcceptRates()
+    for _ in range(50):
+        rates.observe(100, 1, 1, step=0)
+    assert rates.chances([0.0] * 16, 15, 2) == rates.chances([0.0] * 16, 200, 2)
+    assert rates.chances([0.0] * 16, 14, 1) == [0.0]
+
+
+def test_old_observations_give_way_to_new_ones() -> None:
+    rates = AcceptRates()
+    for _ in range(1000):
+        rates.observe(0, 1, 1, step=0)
+    assert rates.alone()[0] > 0.95
+    for _ in range(20):
+        rates.observe(0, 1, 0, step=1000)
+    assert rates.alone()[0] < 0.2
+
+
 def test_a_new_request_starts_from_what_others_saw() -> None:
     controller = measured(linear(0.5))
     for _ in range(100):
@@ -213,6 +240,16 @@ def test_the_cost_of_a_step_is_a_median_between_neighbours() -> None:
     costs.observe(5, 3.0, step=0)
     assert costs.estimate(np.array([1, 3, 5, 10])).tolist() == [1.0, 2.0, 3.0, 3.0]
     assert costs.reach == 10
+
+
+def test_times_of_long_ago_are_outvoted_by_two_probes() -> None:
+    costs = StepCostModel()
+    for _ in range(9):
+        costs.observe(4, 5.0, step=0)
+    costs.observe(4, 1.0, step=1000)
+    assert costs.estimate(np.array([4])).tolist() == [5.0]
+    costs.observe(4, 1.0, step=2000)
+    assert costs.estimate(np.array([4])).tolist() == [1.0]
 
 
 def test_fewer_rows_are_never_held_to_cost_more() -> None:
