@@ -18,6 +18,8 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
 
+_MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
+
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # By model_type, what its transformers class takes for a key that config.json leaves out.
@@ -196,6 +198,8 @@ class _Reader:
             self._int(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
         kv_heads = self._int("num_key_value_heads", heads)
+        if layers > _MAX_LAYERS:
+            raise self._error(f"num_hidden_layers {layers} is more than any model has")
         if heads % kv_heads:
             raise self._error(
                 f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
@@ -267,8 +271,8 @@ class _Reader:
         else:
             first = self.values["max_window_layers"]
             slides = [window is not None and layer >= first for layer in range(layers)]
-        kinds = get_args(LayerType)  # full, sliding
-        return tuple(kinds[slide] for slide in slides)
+        types: list[LayerType] = ["sliding_attention" if slide else "full_attention" for slide in slides]
+        return tuple(types)
 
     def _named_layer_types(self, named: Any, layers: int) -> tuple[LayerType, ...]:
         try:

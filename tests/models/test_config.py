@@ -146,6 +146,7 @@ def test_gemma3_as_published_with_most_keys_left_out() -> None:
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"vocab_size": "many"}, "'vocab_size' is 'many'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+        ({"num_hidden_layers": 10**12}, "more than any model has"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"hidden_act": "relu6"}, "'relu6'"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral' is not supported"),
