@@ -127,8 +127,11 @@ def tokenizer_from_folder(path: Path, chat_template: str | None = None) -> Token
         raise ModelError(f"{path}: no tokenizer.json; tokenizers in other forms are not supported")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception for a file it cannot read
-        raise ModelError(f"{file}: {error}") from error
+    except BaseException as error:
+        # For a file it cannot read the library raises plain Exception, or panics, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{file}: corrupt or of an unknown form: {error}") from error
     config = _read_json(path / "tokenizer_config.json")
     special_tokens = _special_tokens({**_read_json(path / "special_tokens_map.json"), **config})
     known = [text for text in special_tokens.values() if backend.token_to_id(text) is not None]

@@ -167,7 +167,6 @@ def read_gguf_tokenizer(path: Path) -> GGUFTokenizer:
     vocabulary = _Vocabulary(header)
     try:
         backend, adds_bos = _BUILDERS[kind](vocabulary)
-        _add_special_tokens(vocabulary, backend)
         _add_bos_and_eos(vocabulary, backend, adds_bos)
     except ModelError:
         raise
@@ -199,14 +198,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
         raise vocabulary.error(
             f"pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported: {', '.join(PRE_TOKENIZERS)}"
         )
-    merges = vocabulary.header.require("tokenizer.ggml.merges", list)
-    backend = Tokenizer(
-        models.BPE(
-            vocab={token: index for index, token in enumerate(vocabulary.tokens)},
-            merges=[tuple(merge.split(" ", 1)) for merge in merges],
-            ignore_merges=words.whole_words,
-        )
-    )
+    vocab = {token: index for index, token in enumerate(vocabulary.tokens)}
+    merges: list[tuple[str, str]] = []
+    for merge in vocabulary.header.require("tokenizer.ggml.merges", list):
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):  # the library would panic
+            raise vocabulary.error(f"merge {merge!r} is not of tokens in the vocabulary: the file is corrupt")
+        merges.append((left, right))
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=words.whole_words))
     if words.nfc:
         backend.normalizer = normalizers.NFC()
     steps: list[pre_tokenizers.PreTokenizer] = []
@@ -218,6 +217,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words.gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
+    _add_special_tokens(vocabulary, backend)
     return backend, words.adds_bos
 
 
@@ -244,6 +244,8 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
+    # A literal "▁" next to spaces is one run with them; a normalizer that adds a prefix would add it here too.
+    _add_special_tokens(vocabulary, backend, normalized=not prefix)
     return backend, True
 
 
@@ -276,12 +278,15 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 _BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
 
 
-def _add_special_tokens(vocabulary: _Vocabulary, backend: Tokenizer) -> None:
-    """Make control and user-defined tokens whole wherever they stand in a text."""
+def _add_special_tokens(vocabulary: _Vocabulary, backend: Tokenizer, normalized: bool = False) -> None:
+    """Keep control and user-defined tokens whole wherever they stand in a text.
+
+    `normalized` finds the user-defined ones in the text as the normalizer leaves it.
+    """
     special = vocabulary.of_type(TokenType.CONTROL, TokenType.UNKNOWN)
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     plain = vocabulary.of_type(TokenType.USER_DEFINED)
-    backend.add_tokens([AddedToken(token, normalized=False) for token in plain])
+    backend.add_tokens([AddedToken(token, normalized=normalized) for token in plain])
 
 
 def _add_bos_and_eos(vocabulary: _Vocabulary, backend: Tokenizer, adds_bos: bool) -> None:
