@@ -52,7 +52,7 @@ class AcceptRates:
         """Accept rate of each level. One with few observations follows the level below."""
         rates = []
         rate = FIRST_GUESS
-        for hits, trials in zip(self._hits, self._trials):
+        for hits, trials in zip(self._hits, self._trials, strict=True):
             rate = (hits + NEIGHBOUR_WEIGHT * rate) / (trials + NEIGHBOUR_WEIGHT)
             rates.append(rate)
         return rates

@@ -56,7 +56,7 @@ def simulate(
         took = cost(rows) * (1 + noise * rng.random())
         controller.observe_step(rows, took)
         seconds += took
-        for own, count in zip(rates, counts):
+        for own, count in zip(rates, counts, strict=True):
             accepted = emitted(rng, count, accept_rate(step))
             controller.observe(own, 0, count, accepted)
             tokens += accepted + 1
