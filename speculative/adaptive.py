@@ -154,7 +154,8 @@ class PayoffController:
         if yields[best] / costs[best] < (1 + MARGIN) * yields[0] / costs[0]:
             best = 0
         chosen = self._probe(best, rows, yields, costs)
-        return np.bincount(owners[order[:chosen]], minlength=len(candidates)).tolist()
+        counts: list[int] = np.bincount(owners[order[:chosen]], minlength=len(candidates)).tolist()
+        return counts
 
     def observe(self, rates: AcceptRates, confidence: int, drafted: int, accepted: int) -> None:
         """What became of a draft. `rates` are those of its request.
