@@ -57,8 +57,10 @@ class Tokenizer:
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"the text is not valid Unicode: {error.reason}") from error
+        except TypeError as error:  # how the library refuses a str that UTF-8 cannot spell
+            raise InvalidRequest(
+                "the text is not valid Unicode: it holds half of a surrogate pair"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are no character become U+FFFD; ids that are no token are left out."""
