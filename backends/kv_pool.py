@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +46,3 @@ class KVPool:
         """Key and value of `slots`, any integer shape; returns slots.shape + [num_kv_heads, dim] each."""
         return self.key[layer_id][slots], self.value[layer_id][slots]
 
-
-def slots_that_fit(layouts: Sequence[KVLayout], available_bytes: int, upper_bound: int, page_size: int) -> int:
-    """Slots for which every layout has room in `available_bytes`, whole pages, at most `upper_bound`."""
-    per_slot = sum(layout.bytes_per_slot for layout in layouts)
-    return min(available_bytes // per_slot, upper_bound) // page_size * page_size
