@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+
 class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Size and layout of the KV pool."""
 
