@@ -258,21 +258,16 @@ class _Reader:
 
     def _layer_types(self, layers: int, window: int | None) -> tuple[LayerType, ...]:
         """Which layers slide, by the rule of each family."""
-        if self.model_type in ("mistral", "qwen3_moe"):
-            return ("sliding_attention",) * layers if window else ()
-        if self.model_type not in ("qwen2", "qwen3", "gemma3_text"):
-            return ()
         named = self.values.get("layer_types")
-        if named is not None:
+        if named is not None and self.model_type in ("qwen2", "qwen3", "gemma3_text"):
             return self._named_layer_types(named, layers)
         if self.model_type == "gemma3_text":
             every = self._int("sliding_window_pattern", 6)
             slides = [bool((layer + 1) % every) for layer in range(layers)]
         else:
-            first = self.values["max_window_layers"]
+            first = self.values["max_window_layers"] if self.model_type in ("qwen2", "qwen3") else 0
             slides = [window is not None and layer >= first for layer in range(layers)]
-        types: list[LayerType] = ["sliding_attention" if slide else "full_attention" for slide in slides]
-        return tuple(types)
+        return tuple("sliding_attention" if slide else "full_attention" for slide in slides)
 
     def _named_layer_types(self, named: Any, layers: int) -> tuple[LayerType, ...]:
         try:

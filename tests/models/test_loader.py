@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,19 @@ def test_shards_give_the_same_model_as_one_file(made: Path) -> None:
     sharded = inspect(made / "sharded")
     assert len(sharded.weight_files) > 1
     assert torch.equal(logits(sharded), logits(inspect(made)))
+
+
+def test_a_multimodal_checkpoint_may_name_its_text_model_either_way(tmp_path: Path) -> None:
+    make_checkpoint("gemma3-multimodal", tmp_path)
+    nested = logits(inspect(tmp_path))
+    path = tmp_path / "model.safetensors"
+    renamed = {
+        re.sub(r"^language_model\.model\.", "model.language_model.", name): tensor
+        for name, tensor in load_file(path).items()
+    }
+    assert any(name.startswith("model.language_model.") for name in renamed)
+    save_file(renamed, path)
+    assert torch.equal(logits(inspect(tmp_path)), nested)
 
 
 def test_matrices_are_held_in_the_dtype_asked_for(made: Path) -> None:
