@@ -7,7 +7,7 @@ Constructing a runner touches nothing that another component makes; the start-up
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,7 +52,12 @@ class ModelRunner:
         cache_options: CacheOptions,
         attention_options: AttentionOptions,
         max_running_requests: int,
+        load_weights: Callable[..., CausalLM] = load_model,
+        make_kv_pool: Callable[..., KVPool] = KVPool,
+        build_backends: Callable[..., AttentionBackends] = build_attention_backends,
+        capture_graph: Callable[..., StepGraph | None] = capture,
     ) -> None:
+        """The last four make the runner's parts, each once, when its hook runs."""
         self.role = role
         self.files = files
         self.stage = "created"
@@ -61,6 +66,10 @@ class ModelRunner:
         self._cache_options = cache_options
         self._attention_options = attention_options
         self._max_running_requests = max_running_requests
+        self._load_weights = load_weights
+        self._make_kv_pool = make_kv_pool
+        self._build_backends = build_backends
+        self._capture_graph = capture_graph
         self.model: CausalLM | None = None
         self.kv_pool: KVPool | None = None
         self.slot_table: SlotTable | None = None
@@ -75,7 +84,7 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights."""
         options = self._model_options
-        self.model = load_model(
+        self.model = self._load_weights(
             self.files, self.device, resolve_dtype(self.files, options.dtype, self.device)
         )
         self.model.eval()
@@ -87,9 +96,9 @@ class ModelRunner:
         assert model is not None
         layout = self._kv_layout(model)
         slots = num_slots([layout], self._cache_options, self.context_len, self.device)
-        self.kv_pool = KVPool(layout, slots, self.device)
+        self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
-        self._backends = build_attention_backends(
+        self._backends = self._build_backends(
             options=self._attention_options, role=self.role, device=self.device, model=model
         )
         self.attn_backend = self._backends.attn_backend
@@ -100,7 +109,7 @@ class ModelRunner:
     def init_graphs(self) -> None:
         """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""
         assert self.model is not None and self.kv_pool is not None and self.attn_backend is not None
-        self._graph = capture(self.model, self.kv_pool, self.attn_backend)
+        self._graph = self._capture_graph(self.model, self.kv_pool, self.attn_backend)
         self.stage = "ready"
 
     def close(self) -> None:
