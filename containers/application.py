@@ -1,0 +1,91 @@
+"""The application, as a table of contents: what there is, and what each part is given."""
+
+from __future__ import annotations
+
+from dependency_injector import containers, providers
+
+from containers.startup import StartUp
+from containers.worker import WorkerContainer
+from engine.allocator import SlotAllocator
+from engine.engine import Engine
+from engine.plain_worker import PlainWorker
+from engine.radix_cache import RadixCache
+from engine.scheduler import Scheduler
+from engine.tokenizer import load_tokenizer
+from models.loader import inspect_model
+from speculative.adaptive import PayoffController
+from speculative.ngram_worker import NgramWorker
+
+
+class ApplicationContainer(containers.DeclarativeContainer):
+    """Build it with `settings=providers.Object(...)`. Nothing here is called once the engine steps."""
+
+    settings = providers.Dependency()
+
+    model_options = settings.provided.model_options.call()
+    attention_options = settings.provided.attention_options.call()
+    cache_options = settings.provided.cache_options.call()
+    scheduler_options = settings.provided.scheduler_options.call()
+    speculative_options = settings.provided.speculative_options.call()
+    algorithm = speculative_options.algorithm
+
+    model_files = providers.Singleton(inspect_model, model_options)
+    draft_model_files = providers.Dependency()
+
+    target = providers.Container(
+        WorkerContainer,
+        role="target",
+        files=model_files,
+        model_options=model_options,
+        cache_options=cache_options,
+        attention_options=attention_options,
+        scheduler_options=scheduler_options,
+    )
+    draft = providers.Container(
+        WorkerContainer,
+        role="draft",
+        files=draft_model_files,
+        model_options=model_options,
+        cache_options=cache_options,
+        attention_options=attention_options,
+        scheduler_options=scheduler_options,
+    )
+    # The workers that an algorithm runs, in the order of their start-up.
+    runners = providers.Selector(
+        algorithm,
+        none=providers.List(target.runner),
+        ngram=providers.List(target.runner),
+    )
+
+    tokenizer = providers.Singleton(load_tokenizer, model_files, model_options.chat_template)
+    plain_worker = providers.Singleton(PlainWorker, target.runner, tokenizer.provided.eos_token_ids)
+    ngram_worker = providers.Singleton(
+        NgramWorker,
+        target.runner,
+        tokenizer.provided.eos_token_ids,
+        num_draft_tokens=speculative_options.num_draft_tokens,
+        min_match=speculative_options.ngram_min_match,
+        max_match=speculative_options.ngram_max_match,
+        controller=providers.Singleton(PayoffController),
+    )
+    worker = providers.Selector(algorithm, none=plain_worker, ngram=ngram_worker)
+
+    # Made when the decode loop starts: the number of slots is known once the model is loaded.
+    allocator = providers.Singleton(
+        SlotAllocator, target.runner.provided.kv_pool.num_slots, cache_options.page_size
+    )
+    radix_cache = providers.Singleton(RadixCache, allocator, cache_options.enable_prefix_caching)
+    scheduler = providers.Singleton(
+        Scheduler, scheduler_options, allocator, radix_cache, target.runner.provided.slot_table
+    )
+    max_context_len = target.runner.provided.max_context_len
+
+    engine = providers.Singleton(
+        Engine,
+        worker=worker,
+        scheduler=scheduler.provider,
+        tokenizer=tokenizer,
+        max_context_len=max_context_len.provider,
+        max_queued_requests=scheduler_options.max_queued_requests,
+    )
+    startup = providers.Singleton(StartUp, runners.provider, worker.provider)

@@ -1,0 +1,44 @@
+"""One worker's scope: its model's files in, its runner and everything that runner owns out.
+
+Every part is a singleton of this scope, so a worker has exactly one of each and shares none with another worker.
+"""
+
+from __future__ import annotations
+
+from backends.setup import build_attention_backends
+from dependency_injector import containers, providers
+
+from backends.kv_pool import KVPool
+from engine.graphs import capture
+from engine.runner import ModelRunner
+from models.loader import load_model
+
+
+class WorkerContainer(containers.DeclarativeContainer):
+    """The target's parts, or the drafter's. The runner makes them by these providers, in its start-up hooks."""
+
+    role = providers.Dependency(instance_of=str)
+    files = providers.Dependency()
+    model_options = providers.Dependency()
+    cache_options = providers.Dependency()
+    attention_options = providers.Dependency()
+    scheduler_options = providers.Dependency()
+
+    model = providers.Singleton(load_model)
+    kv_pool = providers.Singleton(KVPool)
+    attention_backends = providers.Singleton(build_attention_backends)
+    graphs = providers.Singleton(capture)
+
+    runner = providers.Singleton(
+        ModelRunner,
+        role=role,
+        files=files,
+        model_options=model_options,
+        cache_options=cache_options,
+        attention_options=attention_options,
+        max_running_requests=scheduler_options.provided.max_running_requests,
+        load_weights=model.provider,
+        make_kv_pool=kv_pool.provider,
+        build_backends=attention_backends.provider,
+        capture_graph=graphs.provider,
+    )
