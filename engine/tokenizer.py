@@ -103,10 +103,16 @@ class Tokenizer:
 
 
 def load_tokenizer(files: ModelFiles, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model. `chat_template` is the path of a Jinja file that replaces the model's own."""
+    """The tokenizer of a model. `chat_template` is the path of a Jinja file that replaces the model's own.
+
+    ModelError, naming the file, for a tokenizer or a template that cannot be used.
+    """
     replacement = None if chat_template is None else _read_text(Path(chat_template))
     load = tokenizer_from_gguf if files.kind == "gguf" else tokenizer_from_folder
-    return load(files.path, replacement)
+    try:
+        return load(files.path, replacement)
+    except ChatTemplateError as error:
+        raise ModelError(f"{chat_template or files.path}: {error}") from error
 
 
 def tokenizer_from_gguf(path: Path, chat_template: str | None = None) -> Tokenizer:
@@ -171,7 +177,10 @@ def _folder_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return found
     if isinstance(stated, str):
         return {"default": stated}
-    return {entry["name"]: entry["template"] for entry in stated}
+    try:
+        return {entry["name"]: entry["template"] for entry in stated}
+    except (TypeError, KeyError) as error:
+        raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template is not of a known form") from error
 
 
 def _replaced(templates: dict[str, str], replacement: str | None) -> dict[str, str]:

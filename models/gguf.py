@@ -202,9 +202,12 @@ def _entries(header: GGUFHeader, architecture: Architecture) -> dict[str, _Entry
         if kind in ("weight", "bias") and part in names:
             entries[f"{prefix}{names[part]}.{kind}"] = _Entry(info)
         elif header.architecture == "qwen3moe" and layer and kind == "weight" and part in _EXPERT_NAMES:
-            if len(info.shape) != 3:
-                raise ModelError(f"{header.path}: {name} of shape {list(info.shape)} does not hold experts")
-            for expert in range(info.shape[0]):
+            experts = positive(header, f"{header.architecture}.expert_count")
+            if len(info.shape) != 3 or info.shape[0] != experts:
+                raise ModelError(
+                    f"{header.path}: {name} of shape {list(info.shape)} does not hold {experts} experts"
+                )
+            for expert in range(experts):
                 entries[f"{prefix}{_EXPERT_NAMES[part].format(expert)}.{kind}"] = _Entry(info, expert)
         else:
             raise ModelError(f"{header.path}: tensor {name!r} is not part of a {header.architecture} model")
@@ -215,6 +218,9 @@ def gguf_config(path: Path) -> ModelConfig:
     """The configuration that the metadata of the GGUF file at `path` describes. ModelError if it cannot be used."""
     header = read_header(path)
     architecture = gguf_architecture(header)
+    _entries(
+        header, architecture
+    )  # a tensor that nothing would use means that the model is another than it seems
     config = ModelConfig.from_hf(_hf_config(header, architecture), where=str(path))
     factors = header.tensors.get("rope_freqs.weight")
     return msgspec.structs.replace(

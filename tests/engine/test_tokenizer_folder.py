@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,12 @@ from engine.chat_template import ChatTemplateError
 from engine.errors import InvalidRequest
 from engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_folder
 from models.base import ModelError
+from models.config import ModelConfig
+from models.loader import ModelFiles
 from tests.engine.hard_texts import HARD_TEXTS, TRAINING_TEXTS
 
 TEXTS = [*HARD_TEXTS, "<s>a</s> <unk>b<|tool|>c <|to"]
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
@@ -67,6 +69,11 @@ def save(folder: Path, backend: tokenizers.Tokenizer, **settings: Any) -> Path:
     fast.add_tokens(["<|tool|>"])
     fast.save_pretrained(folder)
     return folder
+
+
+def model_files(folder: Path) -> ModelFiles:
+    config = ModelConfig.from_hf({"model_type": "llama"} | dict.fromkeys(SIZES, 8))
+    return ModelFiles("hf", folder, (), 0, config, folder.name)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -177,16 +184,25 @@ class TestChatTemplates:
     def test_a_file_of_the_user_replaces_them_all(self, tmp_path: Path) -> None:
         folder = save(tmp_path / "model", byte_level(), chat_template={"default": "a", "tool_use": "b"})
         (tmp_path / "own.jinja").write_text("mine")
-
-        @dataclass
-        class Files:
-            kind: str
-            path: Path
-
-        tokenizer = load_tokenizer(Files("hf", folder), str(tmp_path / "own.jinja"))  # type: ignore[arg-type]
+        tokenizer = load_tokenizer(model_files(folder), str(tmp_path / "own.jinja"))
         assert tokenizer.apply_chat_template(MESSAGES, tools=[{}]) == "mine"
         with pytest.raises(ModelError, match=r"absent\.jinja"):
-            load_tokenizer(Files("hf", folder), str(tmp_path / "absent.jinja"))  # type: ignore[arg-type]
+            load_tokenizer(model_files(folder), str(tmp_path / "absent.jinja"))
+
+    def test_one_that_does_not_compile_is_named(self, tmp_path: Path) -> None:
+        folder = save(tmp_path / "model", byte_level(), chat_template="{% if %}")
+        with pytest.raises(ModelError, match=r"model: the chat template cannot be compiled"):
+            load_tokenizer(model_files(folder))
+        (tmp_path / "own.jinja").write_text("{{ unclosed")
+        with pytest.raises(ModelError, match=r"own\.jinja: the chat template cannot be compiled"):
+            load_tokenizer(model_files(folder), str(tmp_path / "own.jinja"))
+
+    @pytest.mark.parametrize("stated", [7, ["plain"], [{"name": "default"}]])
+    def test_templates_of_no_known_form(self, tmp_path: Path, stated: Any) -> None:
+        save(tmp_path, byte_level())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": stated}))
+        with pytest.raises(ModelError, match=r"tokenizer_config\.json.*chat_template"):
+            tokenizer_from_folder(tmp_path)
 
     def test_a_model_without_one_says_so(self, tmp_path: Path) -> None:
         tokenizer = tokenizer_from_folder(save(tmp_path, byte_level()))
