@@ -18,10 +18,10 @@ class TokenDecoder(Protocol):
 class IncrementalDetokenizer:
     """Text of a growing sequence: the pieces, joined, are `decode` of all its ids.
 
-    Text comes out as soon as no later token can change it, so a character whose bytes are spread over several tokens
-    comes with the last of them. Bytes that have turned out not to be UTF-8 come out as U+FFFD. (Where a decoder gives
-    up a whole run of byte tokens because of one bad byte, the good characters among them are kept here.) The cost of
-    a token does not depend on how many came before.
+    Text comes out as soon as no later token can change it, so a character whose bytes are spread over several
+    tokens comes with the last of them. Bytes that have turned out not to be UTF-8 come out as U+FFFD. (Some
+    decoders give up a whole run of byte tokens for one bad byte; here the good characters of a run are kept.)
+    The cost of a token does not depend on how many came before.
     """
 
     def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:

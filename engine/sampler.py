@@ -33,7 +33,7 @@ class SamplingRow:
 
     `position` is the absolute index in prompt and output of the token to choose, `num_output_tokens` how many
     output tokens are ahead of it. `drafts` are those among them that are not verified yet: d1 … dj for row j
-    of a verified block. `history` is of the tokens before them, and may be None unless `needs_history(params)`.
+    of a verified block. `history` is of the tokens before them; None where not `needs_history(params)`.
     """
 
     params: SamplingParams

@@ -19,7 +19,7 @@ class StoppingTokenizer(TokenDecoder, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one token did. `stop_reason` is the stop string or stop token that ended the request; None for EOS."""
+    """What one token did. `stop_reason` is the stop string or stop token that ended it all; None for EOS."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -27,16 +27,16 @@ class Step:
 
 
 class StopChecker:
-    """Follows one request. Every token that is pushed counts as a completion token, the one that ends it included:
-    a stop token, or the token whose text completes a stop string. Nothing may be pushed after it.
+    """Follows one request. Every token that is pushed counts as a completion token, the one that ends it
+    included: a stop token, or the token whose text completes a stop string. Nothing may be pushed after it.
 
-    - An EOS (unless `ignore_eos`) or one of `stop_token_ids` ends the request with "stop". Its own text is shown only
-      with `include_stop_str_in_output`.
-    - So does a stop string. The one that is complete first counts; of several completed by the same character, the
-      longest. What follows it is dropped, and it is too, unless `include_stop_str_in_output`. Text that may still
-      become a stop string is held back until that is decided.
+    - An EOS (unless `ignore_eos`) or one of `stop_token_ids` ends the request with "stop". Its own text is
+      shown only with `include_stop_str_in_output`.
+    - So does a stop string. The one that is complete first counts; of several completed by the same
+      character, the longest. What follows it is dropped, and so is the stop string itself unless
+      `include_stop_str_in_output`. Text that may still become one is held back until that is decided.
     - Neither applies to the first `min_tokens` tokens: a stop string must lie in the text after them.
-    - `max_tokens`, or a full context, ends it with "length", unless it stops there anyway. Held text is shown then.
+    - `max_tokens`, or a full context, ends it with "length" unless it stops there anyway. Held text is shown.
     """
 
     def __init__(self, tokenizer: StoppingTokenizer, request: Request, max_context_len: int) -> None:
@@ -75,7 +75,7 @@ class StopChecker:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Start and end of the stop string that is complete first in `text`; the longest of those with that end."""
+    """Start and end of the stop string that is complete first in `text`; the longest of several."""
     found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     if not found:
         return None
