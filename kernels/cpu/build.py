@@ -1,0 +1,131 @@
+"""Builds the native kernels, `libtandem_cpu.so`, with the C++ compiler at hand.
+
+`python -m kernels.cpu.build` builds in place, as installing does; `--sanitize` builds a second library with the
+address and undefined-behaviour sanitizers and prints the environment that runs tests on it. Standard library
+only: `setup.py` imports this module before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+LIBRARY = Path(__file__).parent / "libtandem_cpu.so"
+SANITIZED = Path(__file__).parent / "libtandem_cpu_sanitized.so"
+
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-pthread",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
+SANITIZERS = [
+    "-g",
+    "-O1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"]
+ISA_FLAGS = {
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": AVX512,
+    "amx": [*AVX512, "-mamx-tile", "-mamx-int8"],
+}
+
+
+class BuildError(Exception):
+    """The library cannot be built here. The text says why."""
+
+
+def compiler() -> list[str]:
+    """The C++ compiler: $CXX, else the first of the usual names."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C++ compiler found (set CXX, or install g++ or clang++)")
+
+
+def build(output: Path = LIBRARY, *, sanitize: bool = False) -> Path:
+    """Compile all sources into the shared library `output`. Raises BuildError."""
+    flags = FLAGS + (SANITIZERS if sanitize else [])
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    if is_x86:
+        flags = [*flags, "-DTANDEM_HAVE_X86"]
+    isas = {"scalar": [], **(ISA_FLAGS if is_x86 else {})}
+    cxx = compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = {
+            Path(folder, f"{name}.o"): (SOURCES / f"{name}.cpp", [])
+            for name in ("api", "pack", "step", "team")
+        }
+        for isa, isa_flags in isas.items():
+            jobs[Path(folder, f"isa_{isa}.o")] = (SOURCES / "isa.cpp", [f"-DTANDEM_ISA={isa}", *isa_flags])
+
+        def compile_one(job: tuple[Path, tuple[Path, list[str]]]) -> None:
+            target, (source, extra) = job
+            _run([*cxx, *flags, *extra, "-c", str(source), "-o", str(target)])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, jobs.items()))
+        # Linked beside its place and then moved: a process that has the old one mapped keeps it.
+        linked = output.with_suffix(f".{os.getpid()}.tmp")
+        _run([*cxx, *flags, "-shared", *map(str, jobs), "-o", str(linked)])
+        linked.replace(output)
+    return output
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"cannot run {command[0]}: {error}") from error
+    if done.stderr:
+        print(done.stderr, file=sys.stderr)
+    if done.returncode != 0:
+        raise BuildError(f"`{shlex.join(command)}` failed")
+
+
+def main() -> None:
+    """The command line of this module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.cpu.build", description="Build the native CPU kernels."
+    )
+    parser.add_argument("--sanitize", action="store_true", help="build with sanitizers, print how to use it")
+    options = parser.parse_args()
+    try:
+        output = build(SANITIZED, sanitize=True) if options.sanitize else build()
+    except BuildError as error:
+        sys.exit(f"error: {error}")
+    if not options.sanitize:
+        print(output)
+        return
+    runtimes = [
+        subprocess.check_output([*compiler(), f"-print-file-name={name}"], text=True).strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    # Python itself leaks by design at exit, so leak detection is off.
+    print(f"LD_PRELOAD={':'.join(runtimes)} ASAN_OPTIONS=detect_leaks=0 TANDEM_CPU_LIBRARY={output}")
+
+
+if __name__ == "__main__":
+    main()

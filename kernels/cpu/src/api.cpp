@@ -1,0 +1,73 @@
+// What Python calls: everything `tandem_*`, by plain pointers. Also picks the instruction set.
+#include <cstdlib>
+#include <cstring>
+
+#include "pack.h"
+#include "step.h"
+#include "team.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+#if defined(TANDEM_HAVE_X86)
+bool amx_allowed() {  // Linux gives the tile registers to a process that asks for them
+#if defined(__linux__)
+    unsigned eax, ebx, ecx, edx;
+    asm volatile("cpuid" : "=a"(eax), "=b"(ebx), "=c"(ecx), "=d"(edx) : "a"(7), "c"(0));
+    const bool has_tiles = (edx >> 24 & 1) && (edx >> 25 & 1);
+    constexpr long request_permission = 0x1023, tile_data = 18;
+    return has_tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
+// The best of what was built and what this processor has; TANDEM_CPU_ISA=scalar|avx2|avx512|amx asks for less.
+const Kernels* choose() {
+    const char* wanted = std::getenv("TANDEM_CPU_ISA");
+    auto is_wanted = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
+#if defined(TANDEM_HAVE_X86)
+    __builtin_cpu_init();
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512vnni");
+    if (is_wanted("amx") && avx512 && amx_allowed()) return &kernels_amx;
+    if (is_wanted("avx512") && avx512) return &kernels_avx512;
+    if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
+#endif
+    (void)is_wanted;
+    return &kernels_scalar;
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+    static const Kernels* const chosen = choose();
+    return *chosen;
+}
+
+EXPORT const char* tandem_isa() { return kernels().name; }
+EXPORT int32_t tandem_team_size() { return team_size(); }
+EXPORT void tandem_set_team_size(int32_t threads) { set_team_size(threads); }
+
+EXPORT int64_t tandem_packed_bytes(int32_t format, int32_t rows, int32_t columns) {
+    return (int64_t)packed_bytes(format, rows, columns);
+}
+EXPORT void tandem_pack(int32_t format, int32_t rows, int32_t columns, const uint8_t* file, uint8_t* out) {
+    pack(format, rows, columns, file, out);
+}
+EXPORT void tandem_dequantise_rows(const Weight* weight, const int64_t* rows, int32_t count, float* out) {
+    for (int32_t i = 0; i < count; i++)
+        kernels().dequantise_row(*weight, (int)rows[i], out + (size_t)i * weight->columns);
+}
+EXPORT int32_t tandem_linear(const Weight* weight, const float* x, int32_t rows, float* out) {
+    return run_linear(*weight, x, rows, out);
+}
+EXPORT int32_t tandem_step(const Model* model, const Batch* batch) { return run_step(*model, *batch); }

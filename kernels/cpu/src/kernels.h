@@ -1,0 +1,94 @@
+// What the driver (step.cpp, api.cpp) and the kernels of each instruction set share: plain structs and one table
+// of functions. ctypes mirrors the structs marked (python).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// Formats of a packed weight. The numbers are shared with layout.py.
+enum Format : int32_t { F32, BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, kFormats };
+
+static inline bool is_quantised(int32_t format) { return format >= Q4_0; }
+
+// (python) y = x W^T + bias. `data` is tiles of 16 rows, see formats.h. 0 rows: there is no such weight.
+struct Weight {
+    int32_t format, rows, columns, reserved;
+    const uint8_t* data;
+    const float* bias;
+};
+
+// Activations as the integer kernels read them: for each block of 16 rows and each group of 32 columns one record.
+// `sum` holds minus the sum of a row's 32 values, `half_sum` minus those of its two halves of 16: they cancel the
+// offset of weights that are stored unsigned. `scaled_sum` is scale * sum, for weights that have a minimum.
+constexpr int kBlockRows = 16, kGroup = 32;
+struct Record {
+    int8_t values[kBlockRows][kGroup];
+    float scale[kBlockRows], scaled_sum[kBlockRows];
+    int32_t sum[kBlockRows], half_sum[2][kBlockRows];
+};
+static_assert(sizeof(Record) == 832, "13 cache lines");
+
+// Rows in both forms, either of which may be absent: `records` [ceil(rows / 16)][columns / 32], `floats` [rows][columns].
+struct Activations {
+    Record* records;
+    float* floats;
+    int columns;
+};
+
+// One head's work of one sequence: `count` queries that share a KV head, over the KV blocks of [first, last) splits.
+constexpr int kKvBlock = 32;       // positions a block: online softmax goes block by block
+constexpr int kKvSplit = 256;      // positions a split: partial results that are merged in order, at fixed positions
+constexpr int kQueryBlock = 32;    // queries at once
+
+struct AttentionItem {
+    const float* query[kQueryBlock];  // [head_dim] each
+    float* out[kQueryBlock];          // [head_dim] each
+    int first[kQueryBlock], last[kQueryBlock];  // positions a query sees: [first, last)
+    int count, head_dim;
+    float scale;
+    const int32_t* slots;  // slots[position]
+    int context;           // positions at and beyond it have no slot
+    const char *key, *value;  // the KV head's first element in slot 0
+    size_t slot_stride;       // bytes
+    bool is_bf16;
+};
+
+// Running softmax of one query: maximum, sum, and the weighted values.
+struct Softmax {
+    float maximum, sum;
+};
+
+struct Kernels {
+    const char* name;
+    // out [rows][16] = rows [row, row + rows) of the activations times tile `tile` of the weight, bias not added.
+    // row is a multiple of 16. `scratch` holds columns * 16 bytes, 64-byte aligned.
+    void (*linear_tile)(const Weight&, int tile, const Activations&, int row, int rows, float* out, void* scratch);
+    void (*quantise_group)(const float* x, Record&, int row);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
+    void (*rotate)(float* x, const float* cos, const float* sin, int head_dim);
+    void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
+    void (*add)(float* x, const float* y, int n);
+    void (*write_kv)(const float* x, void* out, int n, bool is_bf16);
+    void (*dequantise_row)(const Weight&, int row, float* out);
+    // Attends to splits [first, last) of positions; state and acc [count][head_dim] go on from what they hold.
+    void (*attend)(const AttentionItem&, int first_split, int last_split, Softmax* state, float* acc, void* scratch);
+    void (*merge)(Softmax& into, float* acc, const Softmax& other, const float* other_acc, int head_dim);
+    void (*finish)(const Softmax&, const float* acc, int head_dim, float* out);
+    void (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
+    void (*leave)();
+};
+
+extern const Kernels kernels_scalar;
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_amx;
+
+const Kernels& kernels();  // those of this machine
+
+// Floats that `attend` needs as scratch.
+static inline size_t attention_scratch(int head_dim) {
+    return (size_t)head_dim * (kQueryBlock + 2 * kKvBlock) + (size_t)kQueryBlock * kKvBlock;
+}
+
+size_t tile_bytes(int32_t format);  // bytes of `tile_columns` columns of 16 rows
+int tile_columns(int32_t format);

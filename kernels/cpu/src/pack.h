@@ -1,0 +1,9 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+size_t packed_bytes(int32_t format, int rows, int columns);
+
+// rows [row, row + rows) of a file's matrix, each `columns` wide, to tiles. `columns` is whole tiles wide.
+void pack(int32_t format, int rows, int columns, const uint8_t* file, uint8_t* out);

@@ -1,0 +1,316 @@
+// Vectors of 16 lanes, one spelling for every instruction set. Kernels are written once over these and compiled
+// once for each set, so every set does the same float operations in the same order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace TANDEM_ISA {
+
+constexpr int kLanes = 16;
+
+#if defined(__AVX512F__)
+
+using f32 = __m512;
+using i32 = __m512i;
+constexpr int kRegisterRows = 8;  // rows of activations (or queries) that a kernel holds in registers
+
+static inline f32 load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, f32 a) { _mm512_storeu_ps(p, a); }
+static inline f32 splat(float a) { return _mm512_set1_ps(a); }
+static inline f32 add(f32 a, f32 b) { return _mm512_add_ps(a, b); }
+static inline f32 sub(f32 a, f32 b) { return _mm512_sub_ps(a, b); }
+static inline f32 mul(f32 a, f32 b) { return _mm512_mul_ps(a, b); }
+static inline f32 div(f32 a, f32 b) { return _mm512_div_ps(a, b); }
+static inline f32 fma(f32 a, f32 b, f32 c) { return _mm512_fmadd_ps(a, b, c); }
+static inline f32 max(f32 a, f32 b) { return _mm512_max_ps(a, b); }
+static inline f32 abs(f32 a) { return _mm512_abs_ps(a); }
+static inline f32 round(f32 a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// where a < b take x, elsewhere y
+static inline f32 select_less(f32 a, f32 b, f32 x, f32 y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+static inline f32 to_float(i32 a) { return _mm512_cvtepi32_ps(a); }
+static inline i32 to_int(f32 a) { return _mm512_cvtps_epi32(a); }
+static inline f32 pow2(f32 n) {  // n a whole number in [-126, 127]
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(to_int(n), _mm512_set1_epi32(127)), 23));
+}
+static inline i32 load_i(const void* p) { return _mm512_loadu_si512(p); }
+static inline void store_i(void* p, i32 a) { _mm512_storeu_si512(p, a); }
+static inline i32 splat_i(int32_t a) { return _mm512_set1_epi32(a); }
+static inline i32 and_i(i32 a, i32 b) { return _mm512_and_si512(a, b); }
+static inline i32 or_i(i32 a, i32 b) { return _mm512_or_si512(a, b); }
+template <int N>
+static inline i32 shift_left(i32 a) { return _mm512_slli_epi32(a, N); }
+template <int N>
+static inline i32 shift_right(i32 a) { return _mm512_srli_epi32(a, N); }
+static inline f32 bits_to_float(i32 a) { return _mm512_castsi512_ps(a); }
+static inline void store_i8(int8_t* p, i32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+static inline f32 load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline f32 load_bf16(const void* p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+static inline f32 load_u8(const void* p) {
+    return to_float(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+static inline f32 load_s8(const void* p) {
+    return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+// acc + the products of 4 unsigned weights a lane with the 4 signed activations at a, summed exactly
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(four));
+}
+// lane i of out[j] is dword j at rows[i] + offset
+static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
+    __m512i r[4];
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(rows[i] + offset)));
+        for (int lane = 1; lane < 4; lane++) {
+            __m128i part = _mm_loadu_si128((const __m128i*)(rows[4 * lane + i] + offset));
+            r[i] = _mm512_mask_broadcast_i32x4(r[i], (__mmask16)(0xf << (4 * lane)), part);
+        }
+    }
+    __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
+    __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
+    out[0] = _mm512_unpacklo_epi64(a, c);
+    out[1] = _mm512_unpackhi_epi64(a, c);
+    out[2] = _mm512_unpacklo_epi64(b, d);
+    out[3] = _mm512_unpackhi_epi64(b, d);
+}
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#elif defined(__AVX2__)
+
+struct f32 { __m256 lo, hi; };
+struct i32 { __m256i lo, hi; };
+constexpr int kRegisterRows = 2;
+
+static inline f32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, f32 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
+static inline f32 splat(float a) { return {_mm256_set1_ps(a), _mm256_set1_ps(a)}; }
+static inline f32 add(f32 a, f32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+static inline f32 sub(f32 a, f32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+static inline f32 mul(f32 a, f32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+static inline f32 div(f32 a, f32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+static inline f32 fma(f32 a, f32 b, f32 c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+static inline f32 max(f32 a, f32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+static inline f32 abs(f32 a) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+static inline f32 round(f32 a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+static inline f32 select_less(f32 a, f32 b, f32 x, f32 y) {
+    return {_mm256_blendv_ps(y.lo, x.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
+            _mm256_blendv_ps(y.hi, x.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
+}
+static inline f32 to_float(i32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+static inline i32 to_int(f32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+static inline i32 load_i(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+static inline void store_i(void* p, i32 a) {
+    _mm256_storeu_si256((__m256i*)p, a.lo), _mm256_storeu_si256((__m256i*)p + 1, a.hi);
+}
+static inline i32 splat_i(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
+static inline i32 and_i(i32 a, i32 b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+static inline i32 or_i(i32 a, i32 b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+template <int N>
+static inline i32 shift_left(i32 a) { return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)}; }
+template <int N>
+static inline i32 shift_right(i32 a) { return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)}; }
+static inline f32 bits_to_float(i32 a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+static inline f32 pow2(f32 n) {
+    i32 e = to_int(n);
+    __m256i bias = _mm256_set1_epi32(127);
+    return bits_to_float(shift_left<23>({_mm256_add_epi32(e.lo, bias), _mm256_add_epi32(e.hi, bias)}));
+}
+static inline void store_i8(int8_t* p, i32 a) {
+    alignas(32) int32_t lanes[16];
+    store_i(lanes, a);
+    for (int i = 0; i < 16; i++) p[i] = (int8_t)lanes[i];
+}
+static inline f32 load_f16(const void* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+static inline f32 load_bf16(const void* p) {
+    return bits_to_float(
+        shift_left<16>({_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
+                        _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p + 1))}));
+}
+static inline f32 load_u8(const void* p) {
+    __m128i a = _mm_loadu_si128((const __m128i*)p);
+    return to_float({_mm256_cvtepu8_epi32(a), _mm256_cvtepu8_epi32(_mm_srli_si128(a, 8))});
+}
+static inline f32 load_s8(const void* p) {
+    __m128i a = _mm_loadu_si128((const __m128i*)p);
+    return to_float({_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))});
+}
+static inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
+    // maddubs saturates at 16 bits: even and odd bytes apart keep 255 * 127 in range.
+    __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), a);
+    __m256i odd = _mm256_maddubs_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x00ff), w), a);
+    __m256i ones = _mm256_set1_epi16(1);
+    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones)));
+}
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+    int32_t four;
+    std::memcpy(&four, a, 4);
+    __m256i all = _mm256_set1_epi32(four);
+    return {dot4_half(acc.lo, weights.lo, all), dot4_half(acc.hi, weights.hi, all)};
+}
+static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
+    alignas(32) int32_t lanes[4][16];
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 4; j++) std::memcpy(&lanes[j][i], rows[i] + offset + 4 * j, 4);
+    for (int j = 0; j < 4; j++) out[j] = load_i(lanes[j]);
+}
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#else  // plain C++: the reference, and what a compiler vectorises for other machines (NEON among them)
+
+struct f32 { float v[16]; };
+struct i32 { int32_t v[16]; };
+constexpr int kRegisterRows = 1;
+
+#define LANES for (int i = 0; i < 16; i++)
+static inline f32 load(const float* p) { f32 r; std::memcpy(r.v, p, 64); return r; }
+static inline void store(float* p, f32 a) { std::memcpy(p, a.v, 64); }
+static inline f32 splat(float a) { f32 r; LANES r.v[i] = a; return r; }
+static inline f32 add(f32 a, f32 b) { LANES a.v[i] += b.v[i]; return a; }
+static inline f32 sub(f32 a, f32 b) { LANES a.v[i] -= b.v[i]; return a; }
+static inline f32 mul(f32 a, f32 b) { LANES a.v[i] *= b.v[i]; return a; }
+static inline f32 div(f32 a, f32 b) { LANES a.v[i] /= b.v[i]; return a; }
+static inline f32 fma(f32 a, f32 b, f32 c) { LANES c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]); return c; }
+static inline f32 max(f32 a, f32 b) { LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+static inline f32 abs(f32 a) { LANES a.v[i] = __builtin_fabsf(a.v[i]); return a; }
+static inline f32 round(f32 a) { LANES a.v[i] = __builtin_nearbyintf(a.v[i]); return a; }
+static inline f32 select_less(f32 a, f32 b, f32 x, f32 y) { LANES y.v[i] = a.v[i] < b.v[i] ? x.v[i] : y.v[i]; return y; }
+static inline f32 to_float(i32 a) { f32 r; LANES r.v[i] = (float)a.v[i]; return r; }
+static inline i32 to_int(f32 a) { i32 r; LANES r.v[i] = (int32_t)__builtin_nearbyintf(a.v[i]); return r; }
+static inline i32 load_i(const void* p) { i32 r; std::memcpy(r.v, p, 64); return r; }
+static inline void store_i(void* p, i32 a) { std::memcpy(p, a.v, 64); }
+static inline i32 splat_i(int32_t a) { i32 r; LANES r.v[i] = a; return r; }
+static inline i32 and_i(i32 a, i32 b) { LANES a.v[i] &= b.v[i]; return a; }
+static inline i32 or_i(i32 a, i32 b) { LANES a.v[i] |= b.v[i]; return a; }
+template <int N>
+static inline i32 shift_left(i32 a) { LANES a.v[i] = (int32_t)((uint32_t)a.v[i] << N); return a; }
+template <int N>
+static inline i32 shift_right(i32 a) { LANES a.v[i] = (int32_t)((uint32_t)a.v[i] >> N); return a; }
+static inline f32 bits_to_float(i32 a) { f32 r; std::memcpy(r.v, a.v, 64); return r; }
+static inline f32 pow2(f32 n) { i32 e = to_int(n); LANES e.v[i] = (e.v[i] + 127) << 23; return bits_to_float(e); }
+static inline void store_i8(int8_t* p, i32 a) { LANES p[i] = (int8_t)a.v[i]; }
+static inline float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, bits;
+    if (exponent == 0) {
+        float subnormal = (float)fraction * 0x1p-24f;
+        std::memcpy(&bits, &subnormal, 4);
+        bits |= sign;
+    } else {
+        bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    }
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+static inline f32 load_f16(const void* p) {
+    uint16_t h[16];
+    std::memcpy(h, p, 32);
+    f32 r;
+    LANES r.v[i] = half_to_float(h[i]);
+    return r;
+}
+static inline f32 load_bf16(const void* p) {
+    uint16_t h[16];
+    std::memcpy(h, p, 32);
+    i32 r;
+    LANES r.v[i] = (int32_t)((uint32_t)h[i] << 16);
+    return bits_to_float(r);
+}
+static inline f32 load_u8(const void* p) { f32 r; LANES r.v[i] = ((const uint8_t*)p)[i]; return r; }
+static inline f32 load_s8(const void* p) { f32 r; LANES r.v[i] = ((const int8_t*)p)[i]; return r; }
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+    uint8_t w[64];
+    std::memcpy(w, weights.v, 64);
+    LANES acc.v[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
+    return acc;
+}
+static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
+    for (int j = 0; j < 4; j++) LANES std::memcpy(&out[j].v[i], rows[i] + offset + 4 * j, 4);
+}
+static inline void prefetch(const void*) {}
+#undef LANES
+
+#endif
+
+// Sum and maximum of the lanes, by halves: the same tree for every instruction set.
+#if defined(__AVX512F__) || defined(__AVX2__)
+static inline __m256 fold(f32 a, __m256 (*combine)(__m256, __m256)) {
+#if defined(__AVX512F__)
+    return combine(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#else
+    return combine(a.lo, a.hi);
+#endif
+}
+static inline float sum(f32 a) {
+    __m256 h = fold(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); });
+    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+static inline float largest(f32 a) {
+    __m256 h = fold(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); });
+    __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+#else
+static inline float sum(f32 a) {
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) a.v[i] += a.v[i + width];
+    return a.v[0];
+}
+static inline float largest(f32 a) {
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) a.v[i] = a.v[i] > a.v[i + width] ? a.v[i] : a.v[i + width];
+    return a.v[0];
+}
+#endif
+
+// e^x to about 1 ulp; exactly 1 at 0, exactly 0 below -87 (so that masked scores vanish). x must be under 88.
+static inline f32 exp(f32 x) {
+    f32 clamped = max(x, splat(-87.0f));
+    f32 n = round(mul(clamped, splat(1.44269504088896341f)));
+    f32 r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440e-4f), r);
+    f32 p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(mul(p, r), r, add(r, splat(1.0f)));
+    return select_less(x, splat(-87.0f), splat(0.0f), mul(p, pow2(n)));
+}
+
+static inline uint16_t to_bf16(float f) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+}  // namespace TANDEM_ISA

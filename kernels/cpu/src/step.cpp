@@ -1,0 +1,560 @@
+#include "step.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "team.h"
+
+namespace {
+
+constexpr int kRowChunk = 256;    // rows that go through a weight together: their activations stay in cache
+constexpr int kPrivateRows = 4;   // up to so many rows every thread prepares its own copy rather than wait for others
+
+size_t align64(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
+int tiles_of(const Weight& w) { return (w.rows + 15) / 16; }
+int blocks_of(int rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+int max(int a, int b) { return a > b ? a : b; }
+int min(int a, int b) { return a < b ? a : b; }
+
+// One block of memory that grows to the largest pass seen. One pass at a time uses it.
+struct Workspace {
+    char* base = nullptr;
+    size_t size = 0, used = 0;
+
+    bool reserve(size_t bytes) {
+        used = 0;
+        if (bytes <= size) return true;
+        std::free(base);
+        size = align64(bytes + bytes / 4);
+        base = (char*)std::aligned_alloc(64, size);
+        if (base == nullptr) size = 0;
+        return base != nullptr;
+    }
+    // With no base it only counts, and what it returns must not be used.
+    template <class T>
+    T* take(size_t count) {
+        T* p = (T*)((uintptr_t)base + used);
+        used += align64(count * sizeof(T));
+        return p;
+    }
+};
+Workspace workspace;
+std::mutex in_use;  // of the workspace
+
+struct Needs {
+    bool records = false, floats = false;
+    void add(const Weight& w) { (is_quantised(w.format) ? records : floats) = true; }
+};
+
+Activations take_activations(Workspace& space, int rows, int columns, Needs needs) {
+    Activations a{nullptr, nullptr, columns};
+    if (needs.records) a.records = space.take<Record>((size_t)blocks_of(rows) * (columns / kGroup));
+    if (needs.floats) a.floats = space.take<float>((size_t)rows * columns);
+    return a;
+}
+
+// The columns [at, at + count) of one row, into whichever forms the activations have.
+void put(const Kernels& k, Activations& a, int row, int at, int count, const float* x) {
+    if (a.floats != nullptr) std::memcpy(a.floats + (size_t)row * a.columns + at, x, sizeof(float) * count);
+    if (a.records == nullptr) return;
+    Record* records = a.records + (size_t)(row / kBlockRows) * (a.columns / kGroup) + at / kGroup;
+    for (int g = 0; g < count / kGroup; g++) k.quantise_group(x + g * kGroup, records[g], row % kBlockRows);
+}
+
+// Runs `done(part, first column, lanes, row, rows, out [rows][16])` over this member's tiles of the parts, which
+// read the same activations.
+template <class Done>
+void linear(const Kernels& k, const Member& member, const Weight* const* parts, int count, const Activations& x, int rows,
+            float* out, void* scratch, Done done) {
+    int tiles = 0, first, last;
+    for (int p = 0; p < count; p++) tiles += tiles_of(*parts[p]);
+    member.share(tiles, first, last);
+    for (int row = 0; row < rows; row += kRowChunk) {
+        const int chunk = min(kRowChunk, rows - row);
+        int before = 0;
+        for (int p = 0; p < count; before += tiles_of(*parts[p]), p++) {
+            const Weight& w = *parts[p];
+            const int end = min(last - before, tiles_of(w));
+            for (int tile = max(first - before, 0); tile < end; tile++) {
+                k.linear_tile(w, tile, x, row, chunk, out, scratch);
+                const int lanes = min(16, w.rows - 16 * tile);
+                if (w.bias != nullptr)
+                    for (int r = 0; r < chunk; r++)
+                        for (int i = 0; i < lanes; i++) out[16 * r + i] += w.bias[16 * tile + i];
+                done(p, 16 * tile, lanes, row, chunk, out);
+            }
+        }
+    }
+}
+
+struct Sequence {
+    int row, queries, context, blocks, splits, first_item;
+    const int32_t* slots;
+};
+
+class Step {
+public:
+    Step(const Model& model, const Batch& batch, int threads)
+        : m(model), b(batch), k(kernels()), threads(threads), q_size(model.heads * model.head_dim),
+          kv_size(model.kv_heads * model.head_dim), group(model.heads / model.kv_heads),
+          query_rows(max(1, kQueryBlock / group)) {}
+
+    // Lays out all memory in `space`; run against an empty one it only measures.
+    void lay_out(Workspace& space) {
+        for (int l = 0; l < m.num_layers; l++) {
+            const Layer& layer = m.layers[l];
+            for (const Weight* w : {&layer.q, &layer.k, &layer.v, &layer.gate, &layer.up}) hidden_needs.add(*w);
+            attended_needs.add(layer.o), inner_needs.add(layer.down);
+        }
+        hidden_needs.add(m.head);
+        const int rows = max(b.tokens, b.outputs);
+        x = space.take<float>((size_t)b.tokens * m.hidden);
+        qkv = space.take<float>((size_t)b.tokens * (q_size + 2 * kv_size));
+        attended = space.take<float>((size_t)b.tokens * q_size);
+        added = space.take<float>((size_t)b.tokens * m.hidden);
+        hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
+        attended_in = take_activations(space, b.tokens, q_size, attended_needs);
+        inner_in = take_activations(space, b.tokens, m.intermediate, inner_needs);
+        sequences = space.take<Sequence>(b.sequences);
+        claims = space.take<std::atomic<int>>(m.num_layers);
+        own = space.take<Own>(threads);
+        const int widest = max(max(m.hidden, q_size), m.intermediate);
+        for (int t = 0; t < threads; t++) {
+            Own mine;
+            mine.scratch = space.take<char>((size_t)widest * 16);
+            mine.tile = space.take<float>(kRowChunk * 16);
+            mine.gate = space.take<float>(kRowChunk * kGroup);
+            mine.up = space.take<float>(kRowChunk * kGroup);
+            mine.row = space.take<float>(widest);
+            mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
+            mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
+            mine.attention = space.take<float>(attention_scratch(m.head_dim));
+            mine.acc = space.take<float>((size_t)kQueryBlock * m.head_dim);
+            mine.best = space.take<Best>(b.outputs);
+            if (space.base != nullptr) own[t] = mine;
+        }
+        if (share_splits) {
+            partial_state = space.take<Softmax>((size_t)items * kQueryBlock);
+            partial_acc = space.take<float>((size_t)items * kQueryBlock * m.head_dim);
+        }
+    }
+
+    StepStatus check() const {
+        int64_t total = 0;
+        for (int s = 0; s < b.sequences; s++) {
+            if (b.query_lens[s] < 0 || b.context_lens[s] < b.query_lens[s] || b.context_lens[s] > b.table_stride)
+                return kBadLength;
+            total += b.query_lens[s];
+        }
+        if (total != b.tokens) return kBadLength;
+        for (int i = 0; i < b.tokens; i++) {
+            if (b.ids[i] < 0 || b.ids[i] >= m.vocab) return kBadToken;
+            if (b.positions[i] < 0 || b.positions[i] >= m.max_positions) return kBadPosition;
+            if (b.out_slots[i] < 0 || b.out_slots[i] >= b.num_slots) return kBadSlot;
+        }
+        for (int i = 0; i < b.outputs; i++)
+            if (b.logits_rows[i] < 0 || b.logits_rows[i] >= b.tokens) return kBadLength;
+        return kDone;
+    }
+
+    // How attention is cut into items. Splits are shared out only where there is too little to do otherwise.
+    void count_items() {
+        int whole = 0, with_splits = 0;
+        for (int s = 0; s < b.sequences; s++) {
+            const int blocks = (b.query_lens[s] + query_rows - 1) / query_rows * m.kv_heads;
+            whole += blocks;
+            with_splits += blocks * splits_of(s);
+        }
+        share_splits = threads > 1 && whole < 4 * threads && with_splits > whole;
+        items = share_splits ? with_splits : whole;
+    }
+
+    void fill() {
+        int row = 0, item = 0;
+        for (int s = 0; s < b.sequences; s++) {
+            const int blocks = (b.query_lens[s] + query_rows - 1) / query_rows;
+            sequences[s] = {row, b.query_lens[s], b.context_lens[s], blocks, splits_of(s), item,
+                            b.slot_table + (size_t)b.table_rows[s] * b.table_stride};
+            row += b.query_lens[s];
+            item += blocks * m.kv_heads * (share_splits ? splits_of(s) : 1);
+        }
+        for (int l = 0; l < m.num_layers; l++) claims[l].store(0, std::memory_order_relaxed);
+    }
+
+    void run(const Member& member) {
+        k.enter();
+        embed(member);
+        for (int l = 0; l < m.num_layers; l++) {
+            attention(member, l);
+            mlp(member, l);
+            capture(member, l);
+        }
+        head(member);
+        k.leave();
+    }
+
+private:
+    struct Best {
+        float value;
+        int64_t id;
+    };
+    struct Own {  // one thread's memory
+        void* scratch;
+        float *tile, *gate, *up, *row, *attention, *acc;
+        Activations hidden_in, attended_in;
+        Best* best;
+    };
+
+    int splits_of(int sequence) const { return (b.context_lens[sequence] + kKvSplit - 1) / kKvSplit; }
+
+    void embed(const Member& member) {
+        int first, last;
+        member.share(b.tokens, first, last);
+        for (int r = first; r < last; r++) {
+            float* row = x + (size_t)r * m.hidden;
+            k.dequantise_row(m.embedding, (int)b.ids[r], row);
+            if (m.embedding_scale != 1.0f)
+                for (int i = 0; i < m.hidden; i++) row[i] *= m.embedding_scale;
+        }
+        member.sync();
+    }
+
+    // Rows in(r) [columns], normed where there is a weight, as activations: this member's own, or everyone's.
+    template <class In>
+    const Activations& prepare(const Member& member, int rows, const float* norm, Activations& everyones, Activations& mine,
+                               In in) {
+        const bool is_private = rows <= kPrivateRows;
+        Activations& to = is_private ? mine : everyones;
+        int first = 0, last = rows;
+        if (!is_private) member.share(rows, first, last);
+        for (int r = first; r < last; r++) {
+            const float* row = in(r);
+            if (norm != nullptr) {
+                k.rms_norm(row, norm, m.eps, to.columns, own[member.index].row);
+                row = own[member.index].row;
+            }
+            put(k, to, r, 0, to.columns, row);
+        }
+        if (!is_private) member.sync();
+        return to;
+    }
+
+    // x += added, normed: what Gemma does with the output of a sublayer.
+    void add_normed(const Member& member, const float* norm) {
+        int first, last;
+        member.share(b.tokens, first, last);
+        for (int r = first; r < last; r++) {
+            k.rms_norm(added + (size_t)r * m.hidden, norm, m.eps, m.hidden, own[member.index].row);
+            k.add(x + (size_t)r * m.hidden, own[member.index].row, m.hidden);
+        }
+        member.sync();
+    }
+
+    // x (or `added`, where a norm comes between) takes the product with `weight`.
+    void add_product(const Member& member, const Weight& weight, const Activations& in, const float* norm) {
+        const Weight* parts[] = {&weight};
+        Own& mine = own[member.index];
+        linear(k, member, parts, 1, in, b.tokens, mine.tile, mine.scratch,
+               [&](int, int column, int lanes, int row, int rows, const float* out) {
+                   for (int r = 0; r < rows; r++) {
+                       float* to = (norm ? added : x) + (size_t)(row + r) * m.hidden + column;
+                       if (norm)
+                           std::memcpy(to, out + 16 * r, sizeof(float) * lanes);
+                       else
+                           k.add(to, out + 16 * r, lanes);
+                   }
+               });
+        member.sync();
+        if (norm != nullptr) add_normed(member, norm);
+    }
+
+    void attention(const Member& member, int l) {
+        const Layer& layer = m.layers[l];
+        Own& mine = own[member.index];
+        const int width = q_size + 2 * kv_size;
+        const Activations& in = prepare(member, b.tokens, layer.input_norm, hidden_in, mine.hidden_in,
+                                        [&](int r) { return x + (size_t)r * m.hidden; });
+        const Weight* parts[] = {&layer.q, &layer.k, &layer.v};
+        const int offsets[] = {0, q_size, q_size + kv_size};
+        linear(k, member, parts, 3, in, b.tokens, mine.tile, mine.scratch,
+               [&](int part, int column, int lanes, int row, int rows, const float* out) {
+                   float* to = qkv + (size_t)row * width + offsets[part] + column;
+                   for (int r = 0; r < rows; r++)
+                       std::memcpy(to + (size_t)r * width, out + 16 * r, sizeof(float) * lanes);
+               });
+        member.sync();
+        rotate_and_write(member, layer, l);
+        member.sync();
+        for (;;) {
+            const int item = claims[l].fetch_add(1, std::memory_order_relaxed);
+            if (item >= items) break;
+            attend(mine, layer, l, item);
+        }
+        member.sync();
+        if (share_splits) {
+            merge_splits(member, layer, l);
+            member.sync();
+        }
+        const Activations& out = prepare(member, b.tokens, nullptr, attended_in, mine.attended_in,
+                                         [&](int r) { return attended + (size_t)r * q_size; });
+        add_product(member, layer.o, out, layer.attention_out_norm);
+    }
+
+    void rotate_and_write(const Member& member, const Layer& layer, int l) {
+        const int d = m.head_dim, heads = m.heads + m.kv_heads;
+        const size_t element = b.kv_is_bf16 ? 2 : 4;
+        float* normed = own[member.index].row;
+        int first, last;
+        member.share(b.tokens * heads, first, last);
+        for (int i = first; i < last; i++) {
+            const int row = i / heads, head = i % heads;
+            const bool is_key = head >= m.heads;
+            float* at = qkv + (size_t)row * (q_size + 2 * kv_size) + head * d;
+            const float* norm = is_key ? layer.k_norm : layer.q_norm;
+            if (norm != nullptr) {
+                k.rms_norm(at, norm, m.eps, d, normed);
+                std::memcpy(at, normed, sizeof(float) * d);
+            }
+            k.rotate(at, layer.cos + (size_t)b.positions[row] * d, layer.sin + (size_t)b.positions[row] * d, d);
+            if (!is_key) continue;
+            const size_t slot = (size_t)l * b.num_slots + b.out_slots[row];
+            const size_t to = (slot * m.kv_heads + (head - m.heads)) * d * element;
+            k.write_kv(at, (char*)b.key + to, d, b.kv_is_bf16);
+            k.write_kv(at + kv_size, (char*)b.value + to, d, b.kv_is_bf16);
+        }
+    }
+
+    const Sequence& sequence_of(int item) const {
+        int low = 0, high = b.sequences - 1;
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (sequences[middle].first_item <= item)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        return sequences[low];
+    }
+
+    AttentionItem item_of(const Sequence& s, const Layer& layer, int l, int block, int kv_head) const {
+        AttentionItem item;
+        const size_t element = b.kv_is_bf16 ? 2 : 4, offset = (size_t)kv_head * m.head_dim * element;
+        item.slot_stride = (size_t)kv_size * element;
+        item.key = (const char*)b.key + (size_t)l * b.num_slots * item.slot_stride + offset;
+        item.value = (const char*)b.value + (size_t)l * b.num_slots * item.slot_stride + offset;
+        item.head_dim = m.head_dim, item.scale = m.attention_scale, item.is_bf16 = b.kv_is_bf16;
+        item.slots = s.slots, item.context = s.context, item.count = 0;
+        const int end = min(s.queries, (block + 1) * query_rows);
+        for (int j = block * query_rows; j < end; j++) {
+            const int position = s.context - s.queries + j, row = s.row + j;
+            for (int h = 0; h < group; h++) {
+                const int q = item.count++, at = (kv_head * group + h) * m.head_dim;
+                item.query[q] = qkv + (size_t)row * (q_size + 2 * kv_size) + at;
+                item.out[q] = attended + (size_t)row * q_size + at;
+                item.first[q] = layer.window > 0 ? max(0, position + 1 - layer.window) : 0;
+                item.last[q] = b.causal ? position + 1 : s.context;
+            }
+        }
+        return item;
+    }
+
+    void attend(Own& mine, const Layer& layer, int l, int index) {
+        const Sequence& s = sequence_of(index);
+        const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
+        const int split = local % splits, kv_head = local / splits % m.kv_heads, block = local / splits / m.kv_heads;
+        const AttentionItem item = item_of(s, layer, l, block, kv_head);
+        Softmax state[kQueryBlock];
+        Softmax* states = share_splits ? partial_state + (size_t)index * kQueryBlock : state;
+        float* acc = share_splits ? partial_acc + (size_t)index * kQueryBlock * m.head_dim : mine.acc;
+        for (int q = 0; q < item.count; q++) states[q] = {-INFINITY, 0.0f};
+        std::memset(acc, 0, sizeof(float) * item.count * m.head_dim);
+        if (share_splits) return k.attend(item, split, split + 1, states, acc, mine.attention);
+        k.attend(item, item.first[0] / kKvSplit, s.splits, states, acc, mine.attention);
+        for (int q = 0; q < item.count; q++) k.finish(state[q], acc + (size_t)q * m.head_dim, m.head_dim, item.out[q]);
+    }
+
+    void merge_splits(const Member& member, const Layer& layer, int l) {
+        int claimed = 0;
+        for (int n = 0; n < b.sequences; n++) {
+            const Sequence& s = sequences[n];
+            for (int i = 0; i < s.blocks * m.kv_heads; i++) {
+                if (claimed++ % member.threads != member.index) continue;
+                const AttentionItem item = item_of(s, layer, l, i / m.kv_heads, i % m.kv_heads);
+                const size_t base = (size_t)(s.first_item + i * s.splits) * kQueryBlock;
+                float* acc = own[member.index].acc;
+                for (int q = 0; q < item.count; q++) {
+                    Softmax state{-INFINITY, 0.0f};
+                    std::memset(acc, 0, sizeof(float) * m.head_dim);
+                    for (int split = 0; split < s.splits; split++) {
+                        const size_t at = base + (size_t)split * kQueryBlock;
+                        k.merge(state, acc, partial_state[at + q], partial_acc + at * m.head_dim + (size_t)q * m.head_dim,
+                                m.head_dim);
+                    }
+                    k.finish(state, acc, m.head_dim, item.out[q]);
+                }
+            }
+        }
+    }
+
+    void mlp(const Member& member, int l) {
+        const Layer& layer = m.layers[l];
+        Own& mine = own[member.index];
+        const Activations& in = prepare(member, b.tokens, layer.mlp_norm, hidden_in, mine.hidden_in,
+                                        [&](int r) { return x + (size_t)r * m.hidden; });
+        int first, last;
+        member.share(m.intermediate / kGroup, first, last);
+        for (int row = 0; row < b.tokens; row += kRowChunk) {
+            const int rows = min(kRowChunk, b.tokens - row);
+            for (int g = first; g < last; g++) {
+                for (int tile = 0; tile < 2; tile++) {
+                    product(layer.gate, 2 * g + tile, in, row, rows, mine, mine.gate + 16 * tile);
+                    product(layer.up, 2 * g + tile, in, row, rows, mine, mine.up + 16 * tile);
+                }
+                for (int r = 0; r < rows; r++) {
+                    float* gate = mine.gate + kGroup * r;
+                    k.gate(gate, mine.up + kGroup * r, kGroup, m.activation, gate);
+                    put(k, inner_in, row + r, g * kGroup, kGroup, gate);
+                }
+            }
+        }
+        member.sync();
+        add_product(member, layer.down, inner_in, layer.mlp_out_norm);
+    }
+
+    // One tile with its bias, to out [rows] by kGroup.
+    void product(const Weight& w, int tile, const Activations& in, int row, int rows, Own& mine, float* out) {
+        k.linear_tile(w, tile, in, row, rows, mine.tile, mine.scratch);
+        for (int r = 0; r < rows; r++) {
+            std::memcpy(out + (size_t)r * kGroup, mine.tile + 16 * r, 64);
+            if (w.bias != nullptr) k.add(out + (size_t)r * kGroup, w.bias + 16 * tile, 16);
+        }
+    }
+
+    void capture(const Member& member, int l) {
+        for (int c = 0; c < b.num_captures; c++) {
+            if (b.capture_layers[c] != l) continue;
+            int first, last;
+            member.share(b.tokens, first, last);
+            std::memcpy(b.captures + ((size_t)c * b.tokens + first) * m.hidden, x + (size_t)first * m.hidden,
+                        sizeof(float) * (size_t)(last - first) * m.hidden);
+        }
+    }
+
+    void head(const Member& member) {
+        if (b.outputs == 0) return;
+        Own& mine = own[member.index];
+        const Activations& in = prepare(member, b.outputs, m.final_norm, hidden_in, mine.hidden_in,
+                                        [&](int r) { return x + (size_t)b.logits_rows[r] * m.hidden; });
+        for (int r = 0; r < b.outputs; r++) mine.best[r] = {-INFINITY, -1};
+        const Weight* parts[] = {&m.head};
+        linear(k, member, parts, 1, in, b.outputs, mine.tile, mine.scratch,
+               [&](int, int column, int lanes, int row, int rows, const float* out) {
+                   for (int r = 0; r < rows; r++) {
+                       if (b.logits != nullptr)
+                           std::memcpy(b.logits + (size_t)(row + r) * m.vocab + column, out + 16 * r,
+                                       sizeof(float) * lanes);
+                       if (b.argmax == nullptr) continue;
+                       Best& best = mine.best[row + r];
+                       for (int i = 0; i < lanes; i++)
+                           if (out[16 * r + i] > best.value || best.id < 0) best = {out[16 * r + i], column + i};
+                   }
+               });
+        if (b.argmax == nullptr) return;
+        member.sync();
+        if (member.index != 0) return;
+        for (int r = 0; r < b.outputs; r++) {  // members hold ascending ids, so the first of equals wins
+            Best best = own[0].best[r];
+            for (int t = 1; t < member.threads; t++) {
+                const Best& other = own[t].best[r];
+                if (other.id >= 0 && (best.id < 0 || other.value > best.value)) best = other;
+            }
+            b.argmax[r] = best.id;
+        }
+    }
+
+    const Model& m;
+    const Batch& b;
+    const Kernels& k;
+    const int threads, q_size, kv_size, group, query_rows;
+    Needs hidden_needs, attended_needs, inner_needs;
+    bool share_splits = false;
+    int items = 0;
+    float *x, *qkv, *attended, *added, *partial_acc;
+    Activations hidden_in, attended_in, inner_in;
+    Sequence* sequences;
+    std::atomic<int>* claims;
+    Own* own;
+    Softmax* partial_state;
+};
+
+// Lays the job out twice, to measure and for good, then runs it. Job: lay_out(Workspace&), fill(), run(member).
+template <class Job>
+StepStatus run_job(Job& job, int threads) {
+    Workspace measured;
+    job.lay_out(measured);
+    if (!workspace.reserve(measured.used)) return kNoMemory;
+    job.lay_out(workspace);
+    job.fill();
+    run_on_team(threads, [](void* argument, const Member& member) { ((Job*)argument)->run(member); }, &job);
+    return kDone;
+}
+
+struct Linear {
+    const Weight& weight;
+    const float* x;
+    int rows;
+    float* out;
+    int threads;
+    const Kernels& k = kernels();
+    Activations in = {};
+    float* tiles = nullptr;
+    char* scratch = nullptr;
+
+    void lay_out(Workspace& space) {
+        Needs needs;
+        needs.add(weight);
+        in = {nullptr, const_cast<float*>(x), weight.columns};
+        if (needs.records) in = take_activations(space, rows, weight.columns, needs);
+        tiles = space.take<float>((size_t)threads * kRowChunk * 16);
+        scratch = space.take<char>((size_t)threads * align64((size_t)weight.columns * 16));
+    }
+    void fill() {}
+    void run(const Member& member) {
+        k.enter();
+        if (in.records != nullptr) {
+            int first, last;
+            member.share(rows, first, last);
+            for (int r = first; r < last; r++) put(k, in, r, 0, weight.columns, x + (size_t)r * weight.columns);
+            member.sync();
+        }
+        const Weight* parts[] = {&weight};
+        linear(k, member, parts, 1, in, rows, tiles + (size_t)member.index * kRowChunk * 16,
+               scratch + member.index * align64((size_t)weight.columns * 16),
+               [&](int, int column, int lanes, int row, int count, const float* tile) {
+                   for (int r = 0; r < count; r++)
+                       std::memcpy(out + (size_t)(row + r) * weight.rows + column, tile + 16 * r, sizeof(float) * lanes);
+               });
+        k.leave();
+    }
+};
+
+}  // namespace
+
+StepStatus run_step(const Model& model, const Batch& batch) {
+    std::lock_guard<std::mutex> lock(in_use);
+    const int threads = team_size();
+    Step step(model, batch, threads);
+    const StepStatus status = step.check();
+    if (status != kDone || batch.tokens == 0) return status;
+    step.count_items();
+    return run_job(step, threads);
+}
+
+StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out) {
+    std::lock_guard<std::mutex> lock(in_use);
+    const int threads = team_size();
+    Linear job{weight, x, rows, out, threads};
+    return run_job(job, threads);
+}

@@ -1,0 +1,45 @@
+// A whole forward pass of a Llama-shaped model in one call.
+#pragma once
+
+#include "kernels.h"
+
+// (python) Pointers that are null switch their part off. Norm weights are float32, as they multiply.
+struct Layer {
+    Weight q, k, v, o, gate, up, down;
+    const float *input_norm, *mlp_norm;                // before attention, before the MLP
+    const float *attention_out_norm, *mlp_out_norm;    // on what is added back (Gemma), or null
+    const float *q_norm, *k_norm;                      // on each head, or null
+    const float *cos, *sin;                            // [max_positions][head_dim]
+    int32_t window, reserved;                          // positions a query sees, itself included; 0: all
+};
+
+// (python)
+struct Model {
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, activation;  // 0 SiLU, 1 GELU tanh
+    int32_t max_positions;
+    float eps, attention_scale, embedding_scale;
+    const Layer* layers;
+    const float* final_norm;
+    Weight embedding, head;
+};
+
+// (python) Fields as in backends/forward.py and backends/kv_pool.py.
+struct Batch {
+    int32_t tokens, sequences, outputs, num_captures, causal, kv_is_bf16;
+    int64_t num_slots, table_stride;
+    const int64_t *ids, *positions, *out_slots;
+    const int64_t* logits_rows;                                      // [outputs]
+    const int32_t *query_lens, *context_lens, *table_rows;           // [sequences]
+    const int32_t *slot_table, *capture_layers;                      // [.][table_stride], [num_captures]
+    void *key, *value;                                               // [layers][num_slots][kv_heads][head_dim]
+    float* logits;                                                   // [outputs][vocab], or null
+    int64_t* argmax;                                                 // [outputs], or null
+    float* captures;                                                 // [num_captures][tokens][hidden]
+};
+
+enum StepStatus { kDone, kBadToken, kBadPosition, kBadSlot, kBadLength, kNoMemory };
+
+StepStatus run_step(const Model& model, const Batch& batch);
+
+// x [rows][columns] float32 to out [rows][weight.rows], bias added.
+StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out);
