@@ -45,4 +45,3 @@ class KVPool:
     def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of `slots`, any integer shape; returns slots.shape + [num_kv_heads, dim] each."""
         return self.key[layer_id][slots], self.value[layer_id][slots]
-

@@ -66,6 +66,10 @@ class ModelRunner:
         self._cache_options = cache_options
         self._attention_options = attention_options
         self._max_running_requests = max_running_requests
+        self._load_model = load_model
+        self._make_kv_pool = make_kv_pool
+        self._build_attention_backends = build_attention_backends
+        self._capture = capture
         self._load_weights = load_weights
         self._make_kv_pool = make_kv_pool
         self._build_backends = build_backends
@@ -99,7 +103,7 @@ class ModelRunner:
         self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
         self._backends = self._build_backends(
-            options=self._attention_options, role=self.role, device=self.device, model=model
+            options=self._attention_options, role=self.role, device=self.device
         )
         self.attn_backend = self._backends.attn_backend
         self.decode_attn_backend = self._backends.decode_attn_backend
@@ -124,7 +128,7 @@ class ModelRunner:
     @property
     def context_len(self) -> int:
         """Tokens a request may span by the model and the settings."""
-        trained = self.files.config.max_position_embeddings
+        trained = self.files.config.context_length
         return min(self._model_options.context_length or trained, trained)
 
     @property

@@ -43,6 +43,8 @@ def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ matrix [N, K]^T by tiles."""
     tile = _TILE[x.dtype]
     count = x.shape[0]
+    if count == 0:
+        return x.new_empty(0, matrix.shape[0])
     padded = -count % tile
     if padded:
         x = torch.cat([x, x.new_zeros(padded, x.shape[1])])
