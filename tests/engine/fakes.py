@@ -108,7 +108,7 @@ class Receiver:
             self._done.set()
 
     def wait(self) -> OutputEvent:
-        assert self._done.wait(30), "the request never ended"
+        assert self._done.wait(120), "the request never ended"
         return self.events[-1]
 
     @property
