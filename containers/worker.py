@@ -5,10 +5,10 @@ Every part is a singleton of this scope, so a worker has exactly one of each and
 
 from __future__ import annotations
 
-from backends.setup import build_attention_backends
 from dependency_injector import containers, providers
 
 from backends.kv_pool import KVPool
+from backends.setup import build_attention_backends
 from engine.graphs import capture
 from engine.runner import ModelRunner
 from models.loader import load_model

@@ -25,7 +25,7 @@ from engine.request import Request
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 from models.base import CausalLM
-from models.loader import ModelFiles, load_model, resolve_device, resolve_dtype
+from models.loader import ModelFiles, load_model, resolve_device, resolve_precision
 from models.options import ModelOptions
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,6 @@ class ModelRunner:
         self._cache_options = cache_options
         self._attention_options = attention_options
         self._max_running_requests = max_running_requests
-        self._load_model = load_model
-        self._make_kv_pool = make_kv_pool
-        self._build_attention_backends = build_attention_backends
-        self._capture = capture
         self._load_weights = load_weights
         self._make_kv_pool = make_kv_pool
         self._build_backends = build_backends
@@ -89,7 +85,7 @@ class ModelRunner:
         """Load the weights."""
         options = self._model_options
         self.model = self._load_weights(
-            self.files, self.device, resolve_dtype(self.files, options.dtype, self.device)
+            self.files, self.device, resolve_precision(self.files, options.dtype, self.device)
         )
         self.model.eval()
         self.stage = "runner"
