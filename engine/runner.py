@@ -24,6 +24,7 @@ from engine.options import CacheOptions
 from engine.request import Request
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
+from kernels.cpu.library import available as native_kernels_available
 from models.base import CausalLM
 from models.loader import ModelFiles, load_model, resolve_device, resolve_precision
 from models.options import ModelOptions
@@ -84,9 +85,8 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights."""
         options = self._model_options
-        self.model = self._load_weights(
-            self.files, self.device, resolve_precision(self.files, options.dtype, self.device)
-        )
+        precision = resolve_precision(self.files, options.dtype, self.device, native_kernels_available())
+        self.model = self._load_weights(self.files, self.device, precision)
         self.model.eval()
         self.stage = "runner"
 
@@ -138,7 +138,8 @@ class ModelRunner:
         pool, backends = self.kv_pool, self._backends
         return {
             "model": self.files.name,
-            "dtype": self.model.dtype_name if self.model is not None else None,
+            "dtype": str(self.model.dtype).removeprefix("torch.") if self.model is not None else None,
+            "weights": self.model.weight_format if self.model is not None else None,
             "prefill_attention_backend": backends.prefill_attention_backend_str if backends else None,
             "decode_attention_backend": backends.decode_attention_backend_str if backends else None,
             "kv_cache_dtype": str(pool.layout.dtype).removeprefix("torch.") if pool else None,

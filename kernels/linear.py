@@ -2,7 +2,8 @@
 
 torch's `linear` is not row-exact: with another number of rows it may choose another kernel, which adds in another
 order. So rows go through in tiles of one fixed shape. A larger shape is used for many rows where a probe, once for
-each matrix shape, shows that it gives the same bits as the tile.
+each matrix shape, shows that it gives the same bits as the tile. Weights that the native CPU kernels have packed are
+theirs to multiply; they are row-exact by themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache
 import torch
 from torch.nn.functional import linear as torch_linear
 
+import kernels.cpu.linear as native
 from kernels.dequantize import dequantize
 from kernels.packed import FLOAT_FORMATS, PackedWeight
 
@@ -24,7 +26,9 @@ _DEQUANTISED_AT_ONCE = 4096  # rows of a quantised matrix
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., columns] times W^T, plus bias: [..., rows] in x's dtype. Each row of x by itself, bit for bit."""
     flat = x.reshape(-1, weight.columns)
-    if weight.format in FLOAT_FORMATS.values():
+    if native.is_packed(weight):
+        product = native.linear(flat, weight)
+    elif weight.format in FLOAT_FORMATS.values():
         product = _product(flat, weight.data.to(x.dtype))
     else:
         rows = torch.arange(weight.rows, device=weight.data.device).split(_DEQUANTISED_AT_ONCE)
@@ -36,7 +40,8 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = No
 
 def embedding(ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` ([T] int64) of a matrix: [T, columns] in `dtype`."""
-    return dequantize(weight, ids).to(dtype)
+    read = native.dequantize if native.is_packed(weight) else dequantize
+    return read(weight, ids).to(dtype)
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

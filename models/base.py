@@ -35,9 +35,9 @@ class CausalLM(torch.nn.Module, ABC):
     dtype: torch.dtype
 
     @property
-    def dtype_name(self) -> str:
-        """How its weights are held, as users name it: `bfloat16`."""
-        return str(self.dtype).removeprefix("torch.")
+    @abstractmethod
+    def weight_format(self) -> str:
+        """How most of its weights are held: `BF16`, `Q4_1/native`."""
 
     @abstractmethod
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:

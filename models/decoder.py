@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import ClassVar
 
 import torch
@@ -38,6 +39,11 @@ class Decoder(CausalLM):
         self.lm_head = Linear(head)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.ropes = [RotaryEmbedding(rope, config, source.dtype, source.device) for rope in ropes]
+
+    @property
+    def weight_format(self) -> str:
+        linears = (module for module in self.layers.modules() if isinstance(module, Linear))
+        return Counter(weight.format for linear in linears for weight in linear.weights).most_common(1)[0][0]
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         config = self.config

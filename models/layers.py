@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kernels.linear import embedding, linear
 from torch.nn.functional import gelu, silu
 
 from backends.forward import get_forward_context
+from kernels.linear import embedding, linear
 from kernels.packed import PackedWeight
 from models.config import ModelConfig
 from models.rotary import Rotation, rotate

@@ -17,7 +17,7 @@ from models.gguf import GGUFSource, gguf_config
 from models.options import Dtype, ModelOptions
 from models.registry import family
 from models.source import SafetensorsSource, WeightSource, safetensors_files
-from models.weights import Weights
+from models.weights import Precision, Weights
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
@@ -55,14 +55,14 @@ def inspect_model(options: ModelOptions, download: Callable[[str], Path] | None 
     return _inspect_folder((download or hub_snapshot)(options.model), options.model)
 
 
-def load_model(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Load the weights on `device`, matrices converted to `dtype` one by one. Activations run in `dtype`.
+def load_model(files: ModelFiles, device: torch.device, precision: Precision) -> CausalLM:
+    """Load the weights on `device`, matrices brought one by one into the form that `precision` says.
 
     Raises ModelError for a tensor that is missing, or of another shape than the configuration says.
     """
     source: WeightSource
     source = GGUFSource(files.path) if files.kind == "gguf" else SafetensorsSource(files.weight_files)
-    weights = Weights(source, str(files.path), device, dtype)
+    weights = Weights(source, str(files.path), device, precision)
     with torch.inference_mode():
         model = family(files.config, str(files.path))(files.config, weights)
     weights.warn_unread()
@@ -82,19 +82,23 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_dtype(files: ModelFiles, dtype: Dtype, device: torch.device) -> torch.dtype:
-    """What to compute in. `auto` keeps a checkpoint's own float type where the device is fast at it.
+def resolve_precision(files: ModelFiles, dtype: Dtype, device: torch.device, native: bool) -> Precision:
+    """What to compute in. A named dtype converts all weights to it.
 
-    On a CPU, 16-bit checkpoints and GGUF files run in bfloat16 where it has instructions for that, else in
-    float32. On a GPU a GGUF file runs in bfloat16.
+    `auto` on a CPU leaves the weights in the checkpoint's own format, for the native kernels, with float32
+    activations. Without those kernels (`native` False), 16-bit checkpoints and GGUF files run in bfloat16 where
+    the CPU has instructions for that, else in float32. On a GPU a GGUF file runs in bfloat16, a checkpoint in its
+    own type.
     """
     if dtype != "auto":
-        return _DTYPES[dtype]
+        return Precision(_DTYPES[dtype])
+    if device.type == "cpu" and native:
+        return Precision(torch.float32, native=True)
     if files.config.dtype == "float32":
-        return torch.float32
+        return Precision(torch.float32)
     if device.type == "cpu":
-        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-    return _DTYPES.get(files.config.dtype or "bfloat16", torch.bfloat16)
+        return Precision(torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32)
+    return Precision(_DTYPES.get(files.config.dtype or "bfloat16", torch.bfloat16))
 
 
 def hub_snapshot(repo_id: str) -> Path:

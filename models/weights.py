@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
+from kernels.cpu.linear import can_pack, pack
 from kernels.dequantize import dequantize
 from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
 from models.base import ModelError
@@ -24,9 +26,10 @@ class Weights:
     Errors start with `where`, the path of the checkpoint.
     """
 
-    def __init__(self, source: WeightSource, where: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: WeightSource, where: str, device: torch.device, precision: Precision) -> None:
         self.device = device
-        self.dtype = dtype
+        self.dtype = precision.dtype
+        self._precision = precision
         self._source = source
         self._where = where
         self._unread = source.names()
@@ -39,9 +42,11 @@ class Weights:
             self._check(name, (part.rows, part.columns), (expected, columns))
             parts.append(part)
         if len({part.format for part in parts}) == 1:
-            return (hold(concat_rows(parts), self.dtype, self.device),)
-        held = [hold(part, self.dtype, self.device) for part in parts]
-        return (concat_rows(held),) if len({part.format for part in held}) == 1 else tuple(held)
+            return (hold(concat_rows(parts), self._precision, self.device),)
+        held = [hold(part, self._precision, self.device) for part in parts]
+        if self._precision.native or len({part.format for part in held}) > 1:
+            return tuple(held)
+        return (concat_rows(held),)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector `name` [size] in the model's dtype."""
@@ -66,8 +71,20 @@ class Weights:
             )
 
 
-def hold(weight: PackedWeight, dtype: torch.dtype, device: torch.device) -> PackedWeight:
-    """The form in which a model keeps `weight`: a float matrix of `dtype` on `device`, in memory of its own."""
+class Precision(msgspec.Struct, frozen=True):
+    """What a model computes in. `native`: weights keep the checkpoint's own format, packed for the CPU kernels."""
+
+    dtype: torch.dtype  # of activations; of weights too, unless native
+    native: bool = False
+
+
+def hold(weight: PackedWeight, precision: Precision, device: torch.device) -> PackedWeight:
+    """The form in which a model keeps `weight`, in memory of its own: packed as it is, or a float matrix."""
+    dtype = precision.dtype
+    if precision.native:
+        if can_pack(weight):
+            return pack(weight)
+        return pack(hold(weight, Precision(dtype), device))
     if weight.format in FLOAT_FORMATS.values():
         return pack_float(weight.data.to(device, dtype, copy=True))
     held = torch.empty(weight.rows, weight.columns, dtype=dtype, device=device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from backends.torch_native import TorchNativeBackend
 
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
+from backends.torch_native import TorchNativeBackend
 from models.base import CausalLM, HiddenStates
 
 

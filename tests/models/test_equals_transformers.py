@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from models.base import CausalLM
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
+from models.weights import Precision
 from tests.models.checkpoints import CHECKPOINTS, VOCAB_SIZE, make_checkpoint
 from tests.models.harness import Sequences
 
@@ -28,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
             folder = tmp_path_factory.mktemp(name)
             reference = make_checkpoint(name, folder)
             files = inspect_model(ModelOptions(model=str(folder)))
-            made[name] = reference, load_model(files, CPU, torch.float32)
+            made[name] = reference, load_model(files, CPU, Precision(torch.float32))
         return made[name]
 
     return get

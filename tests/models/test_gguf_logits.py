@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from models.gguf import GGUFSource
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
+from models.weights import Precision
 from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.models.gguf_files import convert
 from tests.models.harness import Sequences
@@ -26,7 +27,7 @@ def logits(path: Path, query_pre_attn_scalar: float | None) -> torch.Tensor:
     if query_pre_attn_scalar is not None:  # GGUF cannot say it: the real files' sizes imply it
         config = msgspec.structs.replace(files.config, query_pre_attn_scalar=query_pre_attn_scalar)
         files = dataclasses.replace(files, config=config)
-    model = load_model(files, torch.device("cpu"), torch.float32)
+    model = load_model(files, torch.device("cpu"), Precision(torch.float32))
     return Sequences(model).extend({0: PROMPT[0].tolist()})[0]
 
 

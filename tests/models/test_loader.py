@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models.base import ModelError
-from models.loader import ModelFiles, inspect_model, load_model, resolve_device, resolve_dtype
+from models.loader import ModelFiles, inspect_model, load_model, resolve_device, resolve_precision
 from models.options import ModelOptions
+from models.weights import Precision
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import Sequences
 
@@ -45,7 +46,7 @@ def inspect(path: Path) -> ModelFiles:
 
 
 def logits(files: ModelFiles, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return Sequences(load_model(files, CPU, dtype)).extend({0: list(range(3, 20))})[0]
+    return Sequences(load_model(files, CPU, Precision(dtype))).extend({0: list(range(3, 20))})[0]
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -89,8 +90,8 @@ def test_a_multimodal_checkpoint_may_name_its_text_model_either_way(tmp_path: Pa
 def test_matrices_are_held_in_the_dtype_asked_for(made: Path) -> None:
     exact = logits(inspect(made))
     for dtype in (torch.bfloat16, torch.float16):
-        model = load_model(inspect(made), CPU, dtype)
-        assert model.dtype_name == str(dtype).removeprefix("torch.")
+        model = load_model(inspect(made), CPU, Precision(dtype))
+        assert model.weight_format == {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
         rounded = Sequences(model).extend({0: list(range(3, 20))})[0]
         assert rounded.dtype == torch.float32
         assert not torch.equal(rounded, exact)
@@ -99,19 +100,26 @@ def test_matrices_are_held_in_the_dtype_asked_for(made: Path) -> None:
 
 def test_auto_keeps_float32_and_never_runs_float16_on_a_cpu(made: Path) -> None:
     files = inspect(made)
-    assert resolve_dtype(files, "auto", CPU) == torch.float32
-    assert resolve_dtype(files, "float16", CPU) == torch.float16
+    assert resolve_precision(files, "auto", CPU, native=False) == Precision(torch.float32)
+    assert resolve_precision(files, "float16", CPU, native=False) == Precision(torch.float16)
     for checkpoint in ("float16", "bfloat16", None):
         narrow = msgspec.structs.replace(files.config, dtype=checkpoint)
         half = ModelFiles(files.kind, files.path, files.weight_files, files.weight_bytes, narrow, files.name)
-        assert resolve_dtype(half, "auto", CPU) in (torch.bfloat16, torch.float32)
-        on_gpu = torch.float16 if checkpoint == "float16" else torch.bfloat16
-        assert resolve_dtype(half, "auto", torch.device("cuda")) == on_gpu
+        on_cpu = resolve_precision(half, "auto", CPU, native=False)
+        assert on_cpu in (Precision(torch.bfloat16), Precision(torch.float32))
+        on_gpu = Precision(torch.float16 if checkpoint == "float16" else torch.bfloat16)
+        assert resolve_precision(half, "auto", torch.device("cuda"), native=True) == on_gpu
+
+
+def test_auto_leaves_weights_as_they_are_where_there_are_native_kernels(made: Path) -> None:
+    files = inspect(made)
+    assert resolve_precision(files, "auto", CPU, native=True) == Precision(torch.float32, native=True)
+    assert resolve_precision(files, "bfloat16", CPU, native=True) == Precision(torch.bfloat16)
 
 
 def test_the_held_weights_do_not_depend_on_the_file(folder: Path) -> None:
     files = inspect(folder)
-    model = load_model(files, CPU, torch.float32)
+    model = load_model(files, CPU, Precision(torch.float32))
     before = Sequences(model).extend({0: [3, 4, 5]})[0]
     weights = folder / "model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
@@ -200,7 +208,7 @@ def test_a_corrupt_index_is_named(folder: Path, text: str) -> None:
 def test_a_missing_tensor_is_named(folder: Path) -> None:
     edit_tensors(folder, lm_head__weight=None)
     with pytest.raises(ModelError, match="no tensor 'lm_head.weight'"):
-        load_model(inspect(folder), CPU, torch.float32)
+        load_model(inspect(folder), CPU, Precision(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -210,14 +218,14 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
 def test_a_tensor_of_the_wrong_shape_is_named(folder: Path, tensor: str, shape: tuple[int, ...]) -> None:
     edit_tensors(folder, **{tensor: torch.zeros(shape)})
     with pytest.raises(ModelError, match=tensor.replace("__", r"\.")):
-        load_model(inspect(folder), CPU, torch.float32)
+        load_model(inspect(folder), CPU, Precision(torch.float32))
 
 
 def test_tensors_that_the_model_does_not_use_are_reported(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     edit_tensors(folder, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
-    load_model(inspect(folder), CPU, torch.float32)
+    load_model(inspect(folder), CPU, Precision(torch.float32))
     assert "1 tensors are not used: model.layers.0.self_attn.q_proj.bias" in caplog.text
 
 

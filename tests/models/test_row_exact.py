@@ -9,6 +9,7 @@ import torch
 
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
+from models.weights import Precision
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import Sequences
 
@@ -17,7 +18,9 @@ from tests.models.harness import Sequences
 @pytest.mark.parametrize("name", ["llama-biases", "qwen2-window", "qwen3-moe", "gemma3"])
 def test_logits_do_not_depend_on_how_tokens_are_fed(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_checkpoint(name, tmp_path)
-    model = load_model(inspect_model(ModelOptions(model=str(tmp_path))), torch.device("cpu"), dtype)
+    model = load_model(
+        inspect_model(ModelOptions(model=str(tmp_path))), torch.device("cpu"), Precision(dtype)
+    )
     ids = torch.randint(3, 240, (38,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = Sequences(model).extend({0: ids})[0]
 
