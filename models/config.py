@@ -126,6 +126,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_topk_prob: bool = False
     sparse_layers: tuple[int, ...] = ()  # layers whose MLP is a mixture of experts
 
+    has_mamba_layers: bool = False  # that keep a recurrent state; no family here does
+
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # of the checkpoint: "float32", "bfloat16", "float16"
