@@ -22,7 +22,7 @@ SOURCES := pyproject.toml setup.py constraints.txt kernels/cpu/build.py $(wildca
 .PHONY: serve test test-native lint venv
 
 serve: .venv/installed
-	$(BIN)/tandem serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/tandem serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL) )$(ARGS)
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

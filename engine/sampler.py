@@ -192,10 +192,8 @@ def _logprob(logits: Row, token_id: int, num_top: int) -> TokenLogprob:
 
 def _argmax(logits: torch.Tensor) -> tuple[list[int], list[float]]:
     """The lowest id of the largest logit of each row, and that logit; a NaN counts as the largest."""
-    if logits.device.type == "cpu":
-        ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
-    else:
-        ids = logits.argmax(dim=-1)
+    on_cpu = logits.device.type == "cpu"  # where numpy is several times faster, and alone
+    ids = torch.from_numpy(logits.numpy().argmax(axis=-1)) if on_cpu else logits.argmax(dim=-1)
     return ids.tolist(), logits.gather(1, ids[:, None])[:, 0].tolist()
 
 

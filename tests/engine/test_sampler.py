@@ -78,8 +78,15 @@ def test_a_vanishing_temperature_is_argmax_too(temperature: float) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [{}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1}]
-    + [{"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 1.7},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"temperature": 1.3, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    ],
     ids=str,
 )
 def test_tokens_come_up_as_often_as_the_softmax_says(params: dict[str, Any]) -> None:
