@@ -14,6 +14,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from backends.forward import ForwardBatch
+from backends.options import SpeculativeAttentionMode
 
 
 class AttentionLayer(Protocol):
@@ -28,6 +29,19 @@ class AttentionLayer(Protocol):
     logit_softcap: float | None
 
 
+class Workspace:
+    """Scratch memory of backends, made when it is first asked for. Those that share one must not run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 with any content. The same memory as last time, unless it was too small."""
+        if self._memory.numel() < num_bytes:
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._memory.device)
+        return self._memory[:num_bytes]
+
+
 class AttentionBackend(ABC):
     """Attention over a paged KV pool for one worker.
 
@@ -39,9 +53,15 @@ class AttentionBackend(ABC):
 
     prefill_attention_backend_str: str | None = None
     decode_attention_backend_str: str | None = None
+    speculative_attention_mode: SpeculativeAttentionMode = "prefill"
 
-    def stamp(self, prefill: str, decode: str) -> None:
-        """Write the worker's resolved names on this backend. A second stamp raises RuntimeError."""
+    def stamp(
+        self, prefill: str, decode: str, speculative_attention_mode: SpeculativeAttentionMode = "prefill"
+    ) -> None:
+        """Write the worker's resolved names on this backend, and which of them a verify takes.
+
+        A second stamp raises RuntimeError.
+        """
         if self.prefill_attention_backend_str is not None or self.decode_attention_backend_str is not None:
             raise RuntimeError(
                 f"{type(self).__name__} is already stamped "
@@ -50,6 +70,7 @@ class AttentionBackend(ABC):
             )
         self.prefill_attention_backend_str = prefill
         self.decode_attention_backend_str = decode
+        self.speculative_attention_mode = speculative_attention_mode
 
     def children(self) -> Iterator[AttentionBackend]:
         """Backends that this one forwards to. Wrappers override it; a plain backend has none."""

@@ -47,6 +47,8 @@ class ForwardBatch:
     table_rows: S rows of that table.
     logits_rows: [L] which of the T tokens need logits.
     causal: False lets the query tokens of a sequence see each other both ways (DFlash blocks).
+    num_prompt_rows: S counts of query tokens, from a sequence's first, that belong to its prompt. They are computed
+        as prefill is, the others as decode and verify are, also when they are recomputed. None: all as `mode` says.
     capture_layers: ids of layers whose output hidden states the caller wants back.
     """
 
@@ -61,6 +63,7 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     kv_pool: KVPool
     causal: bool = True
+    num_prompt_rows: tuple[int, ...] | None = None
     capture_layers: tuple[int, ...] = ()
 
 
@@ -77,9 +80,14 @@ _context: ContextVar[ForwardContext] = ContextVar("tandem_forward_context")
 
 
 @contextmanager
-def forward_context(batch: ForwardBatch, backend: AttentionBackend) -> Iterator[ForwardContext]:
-    """Make `batch` and `backend` those of the pass that the current thread runs. Contexts nest."""
-    context = ForwardContext(batch, backend, backend.plan(batch))
+def forward_context(
+    batch: ForwardBatch, backend: AttentionBackend, plan: object = None
+) -> Iterator[ForwardContext]:
+    """Make `batch` and `backend` those of the pass that the current thread runs. Contexts nest.
+
+    plan: what `backend.plan(batch)` has returned already; None plans now.
+    """
+    context = ForwardContext(batch, backend, backend.plan(batch) if plan is None else plan)
     token = _context.set(context)
     try:
         yield context

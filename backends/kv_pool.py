@@ -9,13 +9,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of one token's cache entry in each attention layer."""
+    """Shape of one token's cache entry in each attention layer. `v_head_dim` is 0 where values are part of keys."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether an entry is MLA's compressed one, of which keys and values are both made."""
+        return self.v_head_dim == 0
 
     @property
     def bytes_per_slot(self) -> int:

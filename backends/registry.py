@@ -1,14 +1,17 @@
-"""Which attention backends there are, and which of them can run here."""
+"""Which attention backends there are, which of them can run here, and how each one handles a latent cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from backends.base import AttentionBackend
+from backends.base import AttentionBackend, Workspace
+from backends.handlers import Handler, by_prefix_length
+from backends.kv_pool import KVLayout
 from backends.torch_native import TorchNativeBackend
 
 ENTRY_POINTS = "tandem.attention_backends"
@@ -18,34 +21,88 @@ class BackendError(Exception):
     """A backend that is unknown or cannot run here. The text lists what can."""
 
 
-class BackendSpec(NamedTuple):
-    """`make()` gives a new backend; `unusable(device)` says why it cannot run on a device, or None if it can."""
+@dataclass(frozen=True, slots=True)
+class BackendArgs:
+    """What a backend is made for: one worker, on its device, over its KV pool. It may use `workspace`."""
 
-    make: Callable[[], AttentionBackend]
-    unusable: Callable[[torch.device], str | None]
+    device: torch.device
+    layout: KVLayout
+    workspace: Workspace
 
 
-def _anywhere(device: torch.device) -> str | None:
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """One entry of the registry.
+
+    make: gives a new backend.
+    unusable: why a backend of this name cannot serve a KV layout on a device, or None if it can.
+    handler: which method a pass of an MLA model takes under this name.
+    """
+
+    make: Callable[[BackendArgs], AttentionBackend]
+    unusable: Callable[[torch.device, KVLayout], str | None]
+    handler: Handler = by_prefix_length
+
+
+BackendSpecs = Mapping[str, BackendSpec]
+
+
+def _runs_anywhere(device: torch.device, layout: KVLayout) -> str | None:
     return None
 
 
-_BUILT_IN = {TorchNativeBackend.name: BackendSpec(TorchNativeBackend, _anywhere)}
+# In order of preference where no name is given.
+_BUILT_IN: BackendSpecs = {
+    TorchNativeBackend.name: BackendSpec(lambda args: TorchNativeBackend(), _runs_anywhere),
+}
 
 
-def backend_specs() -> dict[str, BackendSpec]:
-    """All backends by name: the built-in ones, then those that installed packages register."""
-    specs = dict(_BUILT_IN)
-    for entry in entry_points(group=ENTRY_POINTS):
-        specs[entry.name] = entry.load()
-    return specs
+def load_specs(entries: Iterable[EntryPoint]) -> BackendSpecs:
+    """The built-in backends, and those of `entries`, each of which names a BackendSpec.
+
+    One that cannot be imported is listed with the reason; a built-in name cannot be taken.
+    """
+    specs = {}
+    for entry in entries:
+        try:
+            spec = entry.load()
+        except Exception as error:
+            spec = _broken(f"{entry.value} cannot be loaded: {error}")
+        specs[entry.name] = (
+            spec if isinstance(spec, BackendSpec) else _broken(f"{entry.value} is no BackendSpec")
+        )
+    return {**specs, **_BUILT_IN}
 
 
-def usable_backend(name: str, device: torch.device) -> BackendSpec:
-    """The backend called `name`. Raises BackendError if there is none, or if it cannot run on `device`."""
-    specs = backend_specs()
-    reasons = {other: spec.unusable(device) for other, spec in specs.items()}
+@cache
+def installed_specs() -> BackendSpecs:
+    """The built-in backends and those of installed packages (entry points of `tandem.attention_backends`)."""
+    return load_specs(entry_points(group=ENTRY_POINTS))
+
+
+def usable_spec(name: str, device: torch.device, layout: KVLayout, specs: BackendSpecs) -> BackendSpec:
+    """The backend called `name`. Raises BackendError if there is none, or if it cannot serve here."""
+    reasons = {other: spec.unusable(device, layout) for other, spec in specs.items()}
     if name in specs and reasons[name] is None:
         return specs[name]
-    usable = ", ".join(other for other, reason in reasons.items() if reason is None)
-    others = "".join(f"; {other}: {reason}" for other, reason in reasons.items() if reason is not None)
-    raise BackendError(f"attention backend {name!r} cannot run on {device}; usable here: {usable}{others}")
+    usable = ", ".join(sorted(other for other, reason in reasons.items() if reason is None)) or "none"
+    others = "".join(
+        f"; {other}: {reason}" for other, reason in sorted(reasons.items()) if reason is not None
+    )
+    problem = f"cannot run on {device}" if name in specs else "is unknown"
+    raise BackendError(f"attention backend {name!r} {problem}; usable here: {usable}{others}")
+
+
+def automatic_name(device: torch.device, layout: KVLayout, specs: BackendSpecs) -> str:
+    """The preferred usable backend. Raises BackendError if there is none. Only built-in ones are chosen unasked."""
+    for name in _BUILT_IN:
+        if name in specs and specs[name].unusable(device, layout) is None:
+            return name
+    raise BackendError(f"no built-in attention backend can serve this model on {device}")
+
+
+def _broken(reason: str) -> BackendSpec:
+    def make(args: BackendArgs) -> AttentionBackend:
+        raise BackendError(reason)
+
+    return BackendSpec(make, lambda device, layout: reason)

@@ -17,7 +17,7 @@ from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVLayout, KVPool
 from backends.options import AttentionOptions
-from backends.setup import AttentionBackends, build_attention_backends
+from backends.setup import AttentionBackends, build_attention_backends, configure_aux_hidden_state_capture
 from engine.graphs import StepGraph, capture
 from engine.memory import num_slots
 from engine.options import CacheOptions
@@ -53,12 +53,16 @@ class ModelRunner:
         cache_options: CacheOptions,
         attention_options: AttentionOptions,
         max_running_requests: int,
+        capture_layers: Sequence[int] = (),
         load_weights: Callable[..., CausalLM] = load_model,
         make_kv_pool: Callable[..., KVPool] = KVPool,
         build_backends: Callable[..., AttentionBackends] = build_attention_backends,
         capture_graph: Callable[..., StepGraph | None] = capture,
     ) -> None:
-        """The last four make the runner's parts, each once, when its hook runs."""
+        """`capture_layers` are those whose outputs a drafter will ask of this runner's passes.
+
+        The last four make the runner's parts, each once, when its hook runs.
+        """
         self.role = role
         self.files = files
         self.stage = "created"
@@ -67,6 +71,7 @@ class ModelRunner:
         self._cache_options = cache_options
         self._attention_options = attention_options
         self._max_running_requests = max_running_requests
+        self._capture_layers = capture_layers
         self._load_weights = load_weights
         self._make_kv_pool = make_kv_pool
         self._build_backends = build_backends
@@ -94,12 +99,13 @@ class ModelRunner:
         """Allocate the KV tensors and build this worker's own backends."""
         model = self.model
         assert model is not None
+        configure_aux_hidden_state_capture(model, self._capture_layers)
         layout = self._kv_layout(model)
         slots = num_slots([layout], self._cache_options, self.context_len, self.device)
         self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
         self._backends = self._build_backends(
-            options=self._attention_options, role=self.role, device=self.device
+            options=self._attention_options, role=self.role, device=self.device, layout=layout
         )
         self.attn_backend = self._backends.attn_backend
         self.decode_attn_backend = self._backends.decode_attn_backend
@@ -157,6 +163,7 @@ class ModelRunner:
         rows: list[int] = []
         query_lens: list[int] = []
         context_lens: list[int] = []
+        prompt_rows: list[int] = []
         for step in steps:
             request, start = step.request, step.request.cached_len
             known = start + step.num_tokens
@@ -168,9 +175,10 @@ class ModelRunner:
             rows += range(len(ids) - self.num_logits_rows(step), len(ids))
             query_lens.append(end - start)
             context_lens.append(end)
+            prompt_rows.append(min(max(len(request.prompt_ids) - start, 0), end - start))
         device = self.device
         return ForwardBatch(
-            mode=_mode(steps),
+            mode=_mode(query_lens, prompt_rows),
             input_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=torch.tensor(positions, dtype=torch.int64, device=device),
             out_slots=torch.tensor(slots, dtype=torch.int64, device=device),
@@ -180,6 +188,7 @@ class ModelRunner:
             table_rows=tuple(step.request.table_row for step in steps),
             logits_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             kv_pool=self.kv_pool,
+            num_prompt_rows=tuple(prompt_rows),
             capture_layers=capture_layers,
         )
 
@@ -200,11 +209,8 @@ class ModelRunner:
         assert self.model is not None
         if self._graph is not None and self._graph.fits(batch):
             return PassResult(*self._graph.run(batch))
-        backend = self.attn_backend
-        if self.decode_attn_backend is not None and batch.mode.is_decode_or_idle():
-            backend = self.decode_attn_backend
-        assert backend is not None
-        with forward_context(batch, backend):
+        assert self._backends is not None
+        with forward_context(batch, self._backends.for_pass(batch)):
             hidden = self.model(batch)
             logits = self.model.logits(hidden.last[batch.logits_rows])
         return PassResult(logits, dict(hidden.captured))
@@ -214,12 +220,9 @@ class ModelRunner:
         return model.kv_layout(model.dtype if wanted == "auto" else getattr(torch, wanted))
 
 
-def _mode(steps: Sequence[SequenceStep]) -> ForwardMode:
-    extending = [step.num_tokens > 1 or not step.samples for step in steps]
-    if all(extending):
-        return ForwardMode.EXTEND if steps else ForwardMode.IDLE
-    if any(extending):
+def _mode(query_lens: Sequence[int], prompt_rows: Sequence[int]) -> ForwardMode:
+    if list(query_lens) == list(prompt_rows):
+        return ForwardMode.EXTEND if query_lens else ForwardMode.IDLE
+    if any(prompt_rows):
         return ForwardMode.MIXED
-    if any(step.drafts for step in steps):
-        return ForwardMode.TARGET_VERIFY
-    return ForwardMode.DECODE
+    return ForwardMode.DECODE if max(query_lens) == 1 else ForwardMode.TARGET_VERIFY

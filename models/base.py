@@ -39,6 +39,11 @@ class CausalLM(torch.nn.Module, ABC):
     def weight_format(self) -> str:
         """How most of its weights are held: `BF16`, `Q4_1/native`."""
 
+    @property
+    def capturable_layers(self) -> range:
+        """Ids of the layers whose outputs `forward` can return. A family that returns none has an empty range."""
+        return range(0)
+
     @abstractmethod
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """What one token costs in the KV pool."""

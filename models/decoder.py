@@ -45,20 +45,27 @@ class Decoder(CausalLM):
         linears = (module for module in self.layers.modules() if isinstance(module, Linear))
         return Counter(weight.format for linear in linears for weight in linear.weights).most_common(1)[0][0]
 
+    @property
+    def capturable_layers(self) -> range:
+        return range(self.config.num_layers)
+
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         config = self.config
         return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim, dtype)
 
     def forward(self, batch: ForwardBatch) -> HiddenStates:
-        rotations = [rope(batch.positions) for rope in self.ropes]
+        rotations = {id(rope): rope(batch.positions) for rope in self.ropes}
         hidden = self.embed_tokens(batch.input_ids)
         captured: dict[int, torch.Tensor] = {}
         for layer_id, layer in enumerate(self.layers):
-            # With two ropes, the second is the sliding layers'.
-            hidden = layer(hidden, rotations[-1] if self.config.is_sliding(layer_id) else rotations[0])
+            hidden = layer(hidden, rotations[id(self.rope_of(layer_id))])
             if layer_id in batch.capture_layers:
                 captured[layer_id] = hidden
         return HiddenStates(self.norm(hidden), captured)
+
+    def rope_of(self, layer_id: int) -> RotaryEmbedding:
+        """The rotary embedding of a layer: with two of them, the second is the sliding layers'."""
+        return self.ropes[-1] if self.config.is_sliding(layer_id) else self.ropes[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head(hidden).float()
