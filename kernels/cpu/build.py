@@ -1,8 +1,8 @@
 """Builds the native kernels, `libtandem_cpu.so`, with the C++ compiler at hand.
 
-`python -m kernels.cpu.build` builds in place, as installing does; `--sanitize` builds a second library with the
-address and undefined-behaviour sanitizers and prints the environment that runs tests on it. Standard library
-only: `setup.py` imports this module before anything is installed.
+`python -m kernels.cpu.build` builds in place, as installing does; `--sanitize` builds a second library with
+the address and undefined-behaviour sanitizers and prints the environment that runs tests on it. Standard
+library only: `setup.py` imports this module before anything is installed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def build(output: Path = LIBRARY, *, sanitize: bool = False) -> Path:
     isas = {"scalar": [], **(ISA_FLAGS if is_x86 else {})}
     cxx = compiler()
     with tempfile.TemporaryDirectory() as folder:
-        jobs = {
+        jobs: dict[Path, tuple[Path, list[str]]] = {
             Path(folder, f"{name}.o"): (SOURCES / f"{name}.cpp", [])
             for name in ("api", "pack", "step", "team")
         }

@@ -71,7 +71,7 @@ def _load() -> ctypes.CDLL | str:
         "tandem_set_team_size": (None, (int32,)),
         "tandem_packed_bytes": (int64, (int32, int32, int32)),
         "tandem_pack": (None, (int32, int32, int32, pointer, pointer)),
-        "tandem_dequantise_rows": (None, (pointer, pointer, int32, pointer)),
+        "tandem_dequantise_rows": (int32, (pointer, pointer, int32, pointer)),
         "tandem_linear": (int32, (pointer, pointer, int32, pointer)),
         "tandem_step": (int32, (pointer, pointer)),
     }
@@ -102,7 +102,7 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: amx, avx512, avx2 or scalar. TANDEM_CPU_ISA, read at the first call, asks for one."""
+    """Instruction set in use: amx, avx512, avx2 or scalar. TANDEM_CPU_ISA, read once, asks for one."""
     return library().tandem_isa().decode()
 
 
@@ -117,7 +117,7 @@ def set_threads(count: int) -> None:
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may run on: a second thread on a core adds no bandwidth or multipliers."""
+    """Physical cores this process may run on: a second thread on a core adds no bandwidth, nor multipliers."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()

@@ -1,6 +1,6 @@
 """Matrix products over packed weights: the file's own blocks, repacked for the vector units without loss.
 
-Activations are quantised to int8 per row and group of 32 columns for the quantised formats; sums within a group are
+For quantised formats activations are quantised to int8, per row and group of 32 columns; sums within a group are
 exact, sums over groups are float32 in one fixed order. Float formats multiply float32 activations, unrounded.
 A row's result does not depend on the other rows, on how many there are, or on the number of threads.
 """
@@ -43,10 +43,22 @@ def is_packed(weight: PackedWeight) -> bool:
     return weight.format.endswith(SUFFIX)
 
 
+def slice_rows(weight: PackedWeight, start: int, rows: int) -> PackedWeight:
+    """Rows [start, start + rows) of a packed weight, sharing its memory. start is a multiple of 16.
+
+    Raises ValueError where the rows do not begin a tile.
+    """
+    if start % 16:
+        raise ValueError(f"row {start} does not begin a tile of 16")
+    tile = weight.data.shape[0] // -(-weight.rows // 16)
+    data = weight.data[start // 16 * tile : -(-(start + rows) // 16) * tile]
+    return PackedWeight(weight.format, data, rows, weight.columns)
+
+
 def native(weight: PackedWeight, bias: torch.Tensor | None = None) -> NativeWeight:
     """What the library sees of a packed weight. It holds pointers only: the tensors must outlive it.
 
-    bias: float32 [rows]; the kernels add whole vectors of 16, so it must be the start of at least that many floats.
+    bias: float32 [rows], with zeros behind it to a multiple of 16.
     """
     return NativeWeight(
         format=FORMATS[weight.format.removesuffix(SUFFIX)],
@@ -59,6 +71,8 @@ def native(weight: PackedWeight, bias: torch.Tensor | None = None) -> NativeWeig
 
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """x [R, columns] float32 times the packed weight transposed: [R, rows] float32."""
+    if x.dtype != torch.float32 or x.shape[1] != weight.columns:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, expected float32 [R, {weight.columns}]")
     x = x.contiguous()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
     described = native(weight)
@@ -67,11 +81,16 @@ def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
 
 
 def dequantize(weight: PackedWeight, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """All rows of a packed weight, or those of `rows` (int64 [L], in range), as float32 [L, columns]."""
-    rows = torch.arange(weight.rows) if rows is None else rows.contiguous()
+    """All rows of a packed weight, or those of `rows` (int64 [L]), as float32 [L, columns].
+
+    Raises NativeError for a row that the weight does not have.
+    """
+    rows = torch.arange(weight.rows) if rows is None else rows.to(torch.int64).contiguous()
     out = torch.empty(rows.shape[0], weight.columns, dtype=torch.float32)
     described = native(weight)
-    library().tandem_dequantise_rows(
-        ctypes.addressof(described), rows.data_ptr(), rows.shape[0], out.data_ptr()
+    check(
+        library().tandem_dequantise_rows(
+            ctypes.addressof(described), rows.data_ptr(), rows.shape[0], out.data_ptr()
+        )
     )
     return out

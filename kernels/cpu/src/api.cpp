@@ -63,9 +63,12 @@ EXPORT int64_t tandem_packed_bytes(int32_t format, int32_t rows, int32_t columns
 EXPORT void tandem_pack(int32_t format, int32_t rows, int32_t columns, const uint8_t* file, uint8_t* out) {
     pack(format, rows, columns, file, out);
 }
-EXPORT void tandem_dequantise_rows(const Weight* weight, const int64_t* rows, int32_t count, float* out) {
+EXPORT int32_t tandem_dequantise_rows(const Weight* weight, const int64_t* rows, int32_t count, float* out) {
+    for (int32_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= weight->rows) return kBadToken;
     for (int32_t i = 0; i < count; i++)
         kernels().dequantise_row(*weight, (int)rows[i], out + (size_t)i * weight->columns);
+    return kDone;
 }
 EXPORT int32_t tandem_linear(const Weight* weight, const float* x, int32_t rows, float* out) {
     return run_linear(*weight, x, rows, out);

@@ -61,8 +61,8 @@ struct Softmax {
 struct Kernels {
     const char* name;
     // out [rows][16] = rows [row, row + rows) of the activations times tile `tile` of the weight, bias not added.
-    // row is a multiple of 16. `scratch` holds columns * 16 bytes, 64-byte aligned.
-    void (*linear_tile)(const Weight&, int tile, const Activations&, int row, int rows, float* out, void* scratch);
+    // row is a multiple of 16; out has room for rows rounded up to 16.
+    void (*linear_tile)(const Weight&, int tile, const Activations&, int row, int rows, float* out);
     void (*quantise_group)(const float* x, Record&, int row);
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     void (*rotate)(float* x, const float* cos, const float* sin, int head_dim);

@@ -6,6 +6,8 @@
 
 namespace TANDEM_ISA {
 
+constexpr int kPrefetch = 2048;  // bytes ahead of the weights being read: the hardware stops at page boundaries
+
 // One row's group: y += scale * d * dot (+ m * scaled_sum). The only place where floats are rounded.
 template <class F>
 static inline f32 accumulate(f32 y, i32 dot, f32 d, f32 m, const Record& record, int row) {
@@ -32,7 +34,7 @@ static void few_rows(const uint8_t* tile, int groups, const Record* records, int
     for (int g = 0; g < groups; g++) {
         int inner = g % groups_per_tile;
         const uint8_t* lines = tile + (size_t)inner * F::Lines::bytes;
-        for (int line = 0; line < F::Lines::bytes; line += 64) prefetch(lines + 2048 + line);
+        for (int line = 0; line < F::Lines::bytes; line += 64) prefetch(lines + kPrefetch + line);
         i32 w[8];
         f32 d, d2, m;
         F::Lines::unpack(lines, w);
@@ -98,9 +100,10 @@ static inline void tile_dot(const int8_t* activations, const uint8_t* weights, i
         : "memory");
 }
 
-// One block of up to kRows rows over all groups. The tile unit works on group g + 1 while group g is accumulated.
+// Adds groups [begin, end) to out [kRows][16]. The tile unit multiplies group g + 1 while group g is accumulated.
 template <class F, int kRows>
-static void block_rows(const uint8_t* tile, const uint8_t* weights, int groups, const Record* records, float* out) {
+static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end, const Record* records,
+                       float* out) {
     constexpr int kSums = kRows == 16 ? kSums16 : kSums8;
     [[maybe_unused]] constexpr int kActs = kRows == 16 ? kActs16 : kActs8;
     [[maybe_unused]] constexpr int kHalfActs = kRows == 16 ? kHalfActs16 : kHalfActs8;
@@ -108,7 +111,7 @@ static void block_rows(const uint8_t* tile, const uint8_t* weights, int groups, 
     alignas(64) int32_t sums[2][2][16 * 16];
     auto dot = [&](int g) {
         const int8_t* a = &records[g].values[0][0];
-        const uint8_t* w = weights + (size_t)g * 512;
+        const uint8_t* w = weights + (size_t)(g - begin) * 512;
         if constexpr (F::has_halves) {
             tile_dot<kSums, kHalfActs, kHalfWeights>(a, w, sums[g & 1][0]);
             tile_dot<kSums, kHalfActs, kHalfWeights>(a + 16, w + 256, sums[g & 1][1]);
@@ -117,10 +120,10 @@ static void block_rows(const uint8_t* tile, const uint8_t* weights, int groups, 
         }
     };
     f32 y[kRows];
-    for (int r = 0; r < kRows; r++) y[r] = splat(0.0f);
-    dot(0);
-    for (int g = 0; g < groups; g++) {
-        if (g + 1 < groups) dot(g + 1);
+    for (int r = 0; r < kRows; r++) y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r);
+    dot(begin);
+    for (int g = begin; g < end; g++) {
+        if (g + 1 < end) dot(g + 1);
         f32 d, d2, m;
         F::scales(tile + (size_t)(g / groups_per_tile) * F::bytes, g % groups_per_tile, d, d2, m);
         const Record& record = records[g];
@@ -143,29 +146,30 @@ static void block_rows(const uint8_t* tile, const uint8_t* weights, int groups, 
     for (int r = 0; r < kRows; r++) store(out + kLanes * r, y[r]);
 }
 
-constexpr int kBlockThreshold = 4;  // below, unpacking to memory for the tile unit costs more than it saves
+constexpr int kBlockThreshold = 5;  // rows below which the tile unit costs more than it saves
+constexpr int kUnpacked = 24;       // groups unpacked at a time: 12 KB, which leaves the L1 room for activations
 
 template <class F>
-static void many_rows(const uint8_t* tile, int groups, const Record* records, int rows, float* out, void* scratch) {
+static void many_rows(const uint8_t* tile, int groups, const Record* records, int rows, float* out) {
     constexpr int groups_per_tile = F::columns / kGroup;
-    auto* weights = (uint8_t*)scratch;
-    for (int g = 0; g < groups; g++) {
-        const uint8_t* lines =
-            tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
-        for (int line = 0; line < F::Lines::bytes; line += 64) prefetch(lines + 2048 + line);
-        i32 w[8];
-        F::Lines::unpack(lines, w);
-        for (int j = 0; j < 8; j++) store_i(weights + (size_t)g * 512 + 64 * j, w[j]);
-    }
-    alignas(64) float last[16 * 16];
-    for (int r = 0; r < rows; r += kBlockRows, records += groups) {
-        int left = rows - r;
-        float* to = left >= kBlockRows ? out + kLanes * r : last;
-        if (left > 8)
-            block_rows<F, 16>(tile, weights, groups, records, to);
-        else
-            block_rows<F, 8>(tile, weights, groups, records, to);
-        if (to == last) std::memcpy(out + kLanes * r, last, sizeof(float) * kLanes * left);
+    alignas(64) uint8_t weights[kUnpacked * 512];
+    for (int begin = 0; begin < groups; begin += kUnpacked) {
+        const int end = begin + kUnpacked < groups ? begin + kUnpacked : groups;
+        for (int g = begin; g < end; g++) {
+            const uint8_t* lines =
+                tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
+            for (int line = 0; line < F::Lines::bytes; line += 64) prefetch(lines + kPrefetch + line);
+            i32 w[8];
+            F::Lines::unpack(lines, w);
+            for (int j = 0; j < 8; j++) store_i(weights + (size_t)(g - begin) * 512 + 64 * j, w[j]);
+        }
+        const Record* block = records;
+        for (int r = 0; r < rows; r += kBlockRows, block += groups) {
+            if (rows - r > 8)
+                block_rows<F, 16>(tile, weights, begin, end, block, out + kLanes * r);
+            else
+                block_rows<F, 8>(tile, weights, begin, end, block, out + kLanes * r);
+        }
     }
 }
 
@@ -175,13 +179,12 @@ static void leave() {}
 #endif
 
 template <class F>
-static void quantised_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out,
-                           [[maybe_unused]] void* scratch) {
+static void quantised_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out) {
     const int groups = x.columns / kGroup;
     const uint8_t* data = weight.data + (size_t)tile * (x.columns / F::columns) * F::bytes;
     const Record* records = x.records + (size_t)(row / kBlockRows) * groups;
 #if defined(__AMX_INT8__)
-    if (rows >= kBlockThreshold) return many_rows<F>(data, groups, records, rows, out, scratch);
+    if (rows >= kBlockThreshold) return many_rows<F>(data, groups, records, rows, out);
 #endif
     for (int r = 0; r < rows; r += kRegisterRows) {
         const Record* block = records + (size_t)(r / kBlockRows) * groups;
@@ -200,7 +203,7 @@ static void float_rows(int rows, const uint8_t* data, int columns, const float* 
     for (int r = 0; r < kRows; r++) y[r] = splat(0.0f);
     for (int k = 0; k < columns; k++) {
         const uint8_t* p = data + (size_t)k * F::bytes;
-        if (k % (64 / F::bytes) == 0) prefetch(p + 2048);
+        if (k % (64 / F::bytes) == 0) prefetch(p + kPrefetch);
         f32 w = F::column(p);
         for (int r = 0; r < kRows; r++) y[r] = fma(w, splat(x[(size_t)r * columns + k]), y[r]);
     }
@@ -208,7 +211,7 @@ static void float_rows(int rows, const uint8_t* data, int columns, const float* 
 }
 
 template <class F>
-static void float_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out, void*) {
+static void float_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out) {
     const uint8_t* data = weight.data + (size_t)tile * x.columns * F::bytes;
     for (int r = 0; r < rows; r += kRegisterRows) {
         int count = rows - r < kRegisterRows ? rows - r : kRegisterRows;
@@ -217,20 +220,19 @@ static void float_tile(const Weight& weight, int tile, const Activations& x, int
     }
 }
 
-static void linear_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out,
-                        void* scratch) {
+static void linear_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out) {
     switch (weight.format) {
-        case F32: return float_tile<Float<F32>>(weight, tile, x, row, rows, out, scratch);
-        case BF16: return float_tile<Float<BF16>>(weight, tile, x, row, rows, out, scratch);
-        case F16: return float_tile<Float<F16>>(weight, tile, x, row, rows, out, scratch);
-        case Q4_0: return quantised_tile<Quantised<Q4_0>>(weight, tile, x, row, rows, out, scratch);
-        case Q4_1: return quantised_tile<Quantised<Q4_1>>(weight, tile, x, row, rows, out, scratch);
-        case Q5_0: return quantised_tile<Quantised<Q5_0>>(weight, tile, x, row, rows, out, scratch);
-        case Q5_1: return quantised_tile<Quantised<Q5_1>>(weight, tile, x, row, rows, out, scratch);
-        case Q8_0: return quantised_tile<Quantised<Q8_0>>(weight, tile, x, row, rows, out, scratch);
-        case Q4_K: return quantised_tile<Quantised<Q4_K>>(weight, tile, x, row, rows, out, scratch);
-        case Q5_K: return quantised_tile<Quantised<Q5_K>>(weight, tile, x, row, rows, out, scratch);
-        case Q6_K: return quantised_tile<Quantised<Q6_K>>(weight, tile, x, row, rows, out, scratch);
+        case F32: return float_tile<Float<F32>>(weight, tile, x, row, rows, out);
+        case BF16: return float_tile<Float<BF16>>(weight, tile, x, row, rows, out);
+        case F16: return float_tile<Float<F16>>(weight, tile, x, row, rows, out);
+        case Q4_0: return quantised_tile<Quantised<Q4_0>>(weight, tile, x, row, rows, out);
+        case Q4_1: return quantised_tile<Quantised<Q4_1>>(weight, tile, x, row, rows, out);
+        case Q5_0: return quantised_tile<Quantised<Q5_0>>(weight, tile, x, row, rows, out);
+        case Q5_1: return quantised_tile<Quantised<Q5_1>>(weight, tile, x, row, rows, out);
+        case Q8_0: return quantised_tile<Quantised<Q8_0>>(weight, tile, x, row, rows, out);
+        case Q4_K: return quantised_tile<Quantised<Q4_K>>(weight, tile, x, row, rows, out);
+        case Q5_K: return quantised_tile<Quantised<Q5_K>>(weight, tile, x, row, rows, out);
+        case Q6_K: return quantised_tile<Quantised<Q6_K>>(weight, tile, x, row, rows, out);
     }
 }
 

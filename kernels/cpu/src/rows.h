@@ -59,7 +59,7 @@ static void rms_norm(const float* x, const float* weight, float eps, int n, floa
     });
 }
 
-// cos and sin [head_dim], both halves alike (Hugging Face's layout).
+// Element i is paired with i + head_dim / 2 (Hugging Face's layout); cos and sin [head_dim / 2].
 static void rotate(float* x, const float* cos, const float* sin, int head_dim) {
     const int half = head_dim / 2;
     for_vectors(half, [&](int i, int count) {

@@ -67,7 +67,7 @@ void put(const Kernels& k, Activations& a, int row, int at, int count, const flo
 // read the same activations.
 template <class Done>
 void linear(const Kernels& k, const Member& member, const Weight* const* parts, int count, const Activations& x, int rows,
-            float* out, void* scratch, Done done) {
+            float* out, Done done) {
     int tiles = 0, first, last;
     for (int p = 0; p < count; p++) tiles += tiles_of(*parts[p]);
     member.share(tiles, first, last);
@@ -78,7 +78,7 @@ void linear(const Kernels& k, const Member& member, const Weight* const* parts, 
             const Weight& w = *parts[p];
             const int end = min(last - before, tiles_of(w));
             for (int tile = max(first - before, 0); tile < end; tile++) {
-                k.linear_tile(w, tile, x, row, chunk, out, scratch);
+                k.linear_tile(w, tile, x, row, chunk, out);
                 const int lanes = min(16, w.rows - 16 * tile);
                 if (w.bias != nullptr)
                     for (int r = 0; r < chunk; r++)
@@ -123,7 +123,6 @@ public:
         const int widest = max(max(m.hidden, q_size), m.intermediate);
         for (int t = 0; t < threads; t++) {
             Own mine;
-            mine.scratch = space.take<char>((size_t)widest * 16);
             mine.tile = space.take<float>(kRowChunk * 16);
             mine.gate = space.take<float>(kRowChunk * kGroup);
             mine.up = space.take<float>(kRowChunk * kGroup);
@@ -201,7 +200,6 @@ private:
         int64_t id;
     };
     struct Own {  // one thread's memory
-        void* scratch;
         float *tile, *gate, *up, *row, *attention, *acc;
         Activations hidden_in, attended_in;
         Best* best;
@@ -256,7 +254,7 @@ private:
     void add_product(const Member& member, const Weight& weight, const Activations& in, const float* norm) {
         const Weight* parts[] = {&weight};
         Own& mine = own[member.index];
-        linear(k, member, parts, 1, in, b.tokens, mine.tile, mine.scratch,
+        linear(k, member, parts, 1, in, b.tokens, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
                    for (int r = 0; r < rows; r++) {
                        float* to = (norm ? added : x) + (size_t)(row + r) * m.hidden + column;
@@ -278,7 +276,7 @@ private:
                                         [&](int r) { return x + (size_t)r * m.hidden; });
         const Weight* parts[] = {&layer.q, &layer.k, &layer.v};
         const int offsets[] = {0, q_size, q_size + kv_size};
-        linear(k, member, parts, 3, in, b.tokens, mine.tile, mine.scratch,
+        linear(k, member, parts, 3, in, b.tokens, mine.tile,
                [&](int part, int column, int lanes, int row, int rows, const float* out) {
                    float* to = qkv + (size_t)row * width + offsets[part] + column;
                    for (int r = 0; r < rows; r++)
@@ -317,7 +315,8 @@ private:
                 k.rms_norm(at, norm, m.eps, d, normed);
                 std::memcpy(at, normed, sizeof(float) * d);
             }
-            k.rotate(at, layer.cos + (size_t)b.positions[row] * d, layer.sin + (size_t)b.positions[row] * d, d);
+            const size_t angle = (size_t)b.positions[row] * (d / 2);
+            k.rotate(at, layer.cos + angle, layer.sin + angle, d);
             if (!is_key) continue;
             const size_t slot = (size_t)l * b.num_slots + b.out_slots[row];
             const size_t to = (slot * m.kv_heads + (head - m.heads)) * d * element;
@@ -425,7 +424,7 @@ private:
 
     // One tile with its bias, to out [rows] by kGroup.
     void product(const Weight& w, int tile, const Activations& in, int row, int rows, Own& mine, float* out) {
-        k.linear_tile(w, tile, in, row, rows, mine.tile, mine.scratch);
+        k.linear_tile(w, tile, in, row, rows, mine.tile);
         for (int r = 0; r < rows; r++) {
             std::memcpy(out + (size_t)r * kGroup, mine.tile + 16 * r, 64);
             if (w.bias != nullptr) k.add(out + (size_t)r * kGroup, w.bias + 16 * tile, 16);
@@ -449,7 +448,7 @@ private:
                                         [&](int r) { return x + (size_t)b.logits_rows[r] * m.hidden; });
         for (int r = 0; r < b.outputs; r++) mine.best[r] = {-INFINITY, -1};
         const Weight* parts[] = {&m.head};
-        linear(k, member, parts, 1, in, b.outputs, mine.tile, mine.scratch,
+        linear(k, member, parts, 1, in, b.outputs, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
                    for (int r = 0; r < rows; r++) {
                        if (b.logits != nullptr)
@@ -510,7 +509,6 @@ struct Linear {
     const Kernels& k = kernels();
     Activations in = {};
     float* tiles = nullptr;
-    char* scratch = nullptr;
 
     void lay_out(Workspace& space) {
         Needs needs;
@@ -518,7 +516,6 @@ struct Linear {
         in = {nullptr, const_cast<float*>(x), weight.columns};
         if (needs.records) in = take_activations(space, rows, weight.columns, needs);
         tiles = space.take<float>((size_t)threads * kRowChunk * 16);
-        scratch = space.take<char>((size_t)threads * align64((size_t)weight.columns * 16));
     }
     void fill() {}
     void run(const Member& member) {
@@ -531,7 +528,6 @@ struct Linear {
         }
         const Weight* parts[] = {&weight};
         linear(k, member, parts, 1, in, rows, tiles + (size_t)member.index * kRowChunk * 16,
-               scratch + member.index * align64((size_t)weight.columns * 16),
                [&](int, int column, int lanes, int row, int count, const float* tile) {
                    for (int r = 0; r < count; r++)
                        std::memcpy(out + (size_t)(row + r) * weight.rows + column, tile + 16 * r, sizeof(float) * lanes);

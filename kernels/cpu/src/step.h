@@ -6,11 +6,11 @@
 // (python) Pointers that are null switch their part off. Norm weights are float32, as they multiply.
 struct Layer {
     Weight q, k, v, o, gate, up, down;
-    const float *input_norm, *mlp_norm;                // before attention, before the MLP
-    const float *attention_out_norm, *mlp_out_norm;    // on what is added back (Gemma), or null
-    const float *q_norm, *k_norm;                      // on each head, or null
-    const float *cos, *sin;                            // [max_positions][head_dim]
-    int32_t window, reserved;                          // positions a query sees, itself included; 0: all
+    const float *input_norm, *mlp_norm;              // before attention, before the MLP
+    const float *attention_out_norm, *mlp_out_norm;  // on what is added back (Gemma), or null
+    const float *q_norm, *k_norm;                    // on each head, or null
+    const float *cos, *sin;                          // [max_positions][head_dim / 2]
+    int32_t window, reserved;                        // positions a query sees, itself included; 0: all
 };
 
 // (python)
