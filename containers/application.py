@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dependency_injector import containers, providers
 
 from containers.startup import StartUp
@@ -12,7 +14,7 @@ from engine.plain_worker import PlainWorker
 from engine.radix_cache import RadixCache
 from engine.scheduler import Scheduler
 from engine.tokenizer import load_tokenizer
-from models.loader import inspect_model
+from models.loader import ModelFiles, inspect_model
 from speculative.adaptive import PayoffController
 from speculative.ngram_worker import NgramWorker
 
@@ -20,7 +22,7 @@ from speculative.ngram_worker import NgramWorker
 class ApplicationContainer(containers.DeclarativeContainer):
     """Build it with `settings=providers.Object(...)`. Nothing here is called once the engine steps."""
 
-    settings = providers.Dependency()
+    settings: providers.Dependency[Any] = providers.Dependency()
 
     model_options = settings.provided.model_options.call()
     attention_options = settings.provided.attention_options.call()
@@ -30,7 +32,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
     algorithm = speculative_options.algorithm
 
     model_files = providers.Singleton(inspect_model, model_options)
-    draft_model_files = providers.Dependency()
+    draft_model_files: providers.Dependency[ModelFiles] = providers.Dependency()
 
     target = providers.Container(
         WorkerContainer,

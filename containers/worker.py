@@ -8,21 +8,24 @@ from __future__ import annotations
 from dependency_injector import containers, providers
 
 from backends.kv_pool import KVPool
+from backends.options import AttentionOptions
 from backends.setup import build_attention_backends
 from engine.graphs import capture
+from engine.options import CacheOptions, SchedulerOptions
 from engine.runner import ModelRunner
-from models.loader import load_model
+from models.loader import ModelFiles, load_model
+from models.options import ModelOptions
 
 
 class WorkerContainer(containers.DeclarativeContainer):
     """The target's parts, or the drafter's. The runner makes them by these providers, in its start-up hooks."""
 
     role = providers.Dependency(instance_of=str)
-    files = providers.Dependency()
-    model_options = providers.Dependency()
-    cache_options = providers.Dependency()
-    attention_options = providers.Dependency()
-    scheduler_options = providers.Dependency()
+    files: providers.Dependency[ModelFiles] = providers.Dependency()
+    model_options: providers.Dependency[ModelOptions] = providers.Dependency()
+    cache_options: providers.Dependency[CacheOptions] = providers.Dependency()
+    attention_options: providers.Dependency[AttentionOptions] = providers.Dependency()
+    scheduler_options: providers.Dependency[SchedulerOptions] = providers.Dependency()
 
     model = providers.Singleton(load_model)
     kv_pool = providers.Singleton(KVPool)

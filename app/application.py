@@ -1,0 +1,125 @@
+"""The ASGI application: routes over the container's parts, and a lifespan that starts them and lets them go."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from app.deps import ServerDeps
+from app.errors import ApiError, error_response, exception_handlers
+from app.lifecycle import Lifecycle
+from app.probes import probe_routes
+from app.routes import routes
+from app.settings import EngineSettings, ServerSettings, SettingsError
+from app.threads import default_threads, set_threads
+from app.version import version
+from containers.application import ApplicationContainer
+from models.base import ModelError
+
+
+def build(settings: EngineSettings) -> ApplicationContainer:
+    """Wire the parts, and check all that can be seen without loading a model.
+
+    Raises SettingsError, which names the setting or the file at fault.
+    """
+    container = ApplicationContainer(settings=settings)
+    try:
+        files = container.model_files()
+        container.engine()  # makes everything but what start-up makes
+    except ModelError as error:
+        raise SettingsError(str(error)) from error
+    limit, asked = files.config.context_length, settings.context_length
+    if asked is not None and asked > limit:
+        raise SettingsError(
+            f"--context-length {asked} is more than the {limit} that {files.name} was made for"
+        )
+    set_threads(settings.threads or default_threads())
+    return container
+
+
+class BearerAuth:
+    """Answers 401 to whoever does not know the key. Probes are open: an orchestrator has no key."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith("/health"):
+            given = HTTPConnection(scope).headers.get("authorization", "").encode()
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    401,
+                    "a valid API key is needed: Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                return await error_response(error)(scope, receive, send)
+        await self._app(scope, receive, send)
+
+
+def create_app(
+    container: ApplicationContainer,
+    lifecycle: Lifecycle,
+    settings: ServerSettings,
+    on_failure: Callable[[], None] = lambda: None,
+) -> Starlette:
+    """The server's app. `on_failure` is called if start-up or the decode loop fails.
+
+    The socket is to listen while weights load, so the lifespan's start only spawns the task that loads them.
+    """
+
+    async def run() -> None:
+        try:
+            await lifecycle.run()
+        except Exception:
+            on_failure()
+            raise
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(run())
+        try:
+            yield
+        finally:
+            lifecycle.stop()
+            with suppress(Exception):  # `lifecycle.error` tells it
+                await task
+
+    deps = ServerDeps(
+        engine=container.engine,
+        tokenizer=container.tokenizer,
+        max_context_len=container.max_context_len,
+        status=lifecycle,
+        server_info=lambda: server_info(container, lifecycle),
+        served_model_name=settings.served_model_name or container.model_files().name,
+        speculative_algorithm=settings.speculative_algorithm,
+        max_request_bytes=settings.max_request_bytes,
+    )
+    middleware = [Middleware(BearerAuth, settings.api_key)] if settings.api_key else []
+    return Starlette(
+        routes=[*probe_routes(lifecycle), *routes(deps)],
+        middleware=middleware,
+        exception_handlers=exception_handlers,
+        lifespan=lifespan,
+    )
+
+
+def server_info(container: ApplicationContainer, lifecycle: Lifecycle) -> dict[str, Any]:
+    """What `/server_info` answers, at every stage."""
+    stats = container.engine().stats()
+    slots = {"total": stats.slots_total, "free": stats.slots_free, "evictable": stats.slots_evictable}
+    workers = {runner.role: {**runner.describe(), "slots": slots} for runner in container.runners()}
+    return {
+        "version": version(),
+        "stage": lifecycle.stage,
+        "workers": {"target": None, "draft": None, **workers},
+    }

@@ -1,0 +1,138 @@
+"""The `tandem` command. What runs a model is imported only once a command needs it, so that --help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from inspect import BoundArguments
+from typing import Annotated, TypeVar
+
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
+
+from app.sampling_settings import SamplingSettings
+from app.settings import EngineSettings, ServerSettings, SettingsError
+from app.sources import Sources
+from app.version import version
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+_EPILOGUE = (
+    "Every option can also be set in the environment (--page-size as TANDEM_PAGE_SIZE) or in a YAML or TOML file "
+    "(--config). A flag goes before the environment, the environment before the file."
+)
+
+_NAMES = ColumnSpec(renderer=NameRenderer(), no_wrap=True, style="cyclopts.name")  # a flag is never broken
+_DESCRIPTIONS = ColumnSpec(renderer=DescriptionRenderer(newline_metadata=False))
+
+SettingsT = TypeVar("SettingsT")
+Flat = Annotated[SettingsT, Parameter(name="*")]
+
+
+def serve(settings: Flat[ServerSettings] = ServerSettings()) -> int:
+    """Serve a model over the OpenAI API."""
+    from app.server import serve
+
+    return serve(settings)
+
+
+def generate(
+    prompt: str,
+    /,
+    *,
+    stats: bool = False,
+    settings: Flat[EngineSettings] = EngineSettings(),
+    sampling: Flat[SamplingSettings] = SamplingSettings(),
+) -> int:
+    """Continue a prompt and print the text as it comes, without a server.
+
+    Parameters
+    ----------
+    prompt
+        The text to continue, taken as it is: no chat template is applied.
+    stats
+        Tell tokens, speed and accept length on stderr at the end.
+    """
+    from app.terminal import generate
+
+    return generate(settings, sampling, prompt, stats)
+
+
+def chat(
+    *,
+    system: str | None = None,
+    stats: bool = False,
+    settings: Flat[EngineSettings] = EngineSettings(),
+    sampling: Flat[SamplingSettings] = SamplingSettings(),
+) -> int:
+    """Talk with a model in the terminal, without a server. Ctrl-C ends an answer, /reset the talk, Ctrl-D leaves.
+
+    Parameters
+    ----------
+    system
+        A system message that opens the talk.
+    stats
+        Tell tokens, speed and accept length after each answer.
+    """
+    from app.terminal import chat
+
+    return chat(settings, sampling, system, stats)
+
+
+def command_line(environ: Mapping[str, str]) -> App:
+    """The command line, with settings that it leaves open taken from `environ`."""
+    known = {field.name for schema in (ServerSettings, SamplingSettings) for field in fields(schema)}
+    app = App(
+        name="tandem",
+        help="Serve language models with a drafter riding along.",
+        help_epilogue=_EPILOGUE,
+        version=version,
+        help_formatter=DefaultFormatter(column_specs=(_NAMES, _DESCRIPTIONS)),
+        default_parameter=Parameter(negative=()),
+        config=Sources(environ, known),
+    )
+    for command in (serve, generate, chat):
+        app.command(command)
+    return app
+
+
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str]
+) -> tuple[Callable[..., int | None], BoundArguments]:
+    """The command that `argv` names, and its arguments. Raises SettingsError."""
+    try:
+        command, bound, _ = command_line(environ).parse_args(argv, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        raise SettingsError(str(error)) from error
+    bound.apply_defaults()
+    return command, bound
+
+
+def server_settings(environ: Mapping[str, str]) -> ServerSettings:
+    """What `tandem serve` would take without any flags. Raises SettingsError."""
+    _, bound = parse(["serve"], environ)
+    return bound.arguments["settings"]
+
+
+def explain(error: SettingsError) -> int:
+    """Say on stderr, in one line, why nothing can be run; returns the exit code for that."""
+    print(f"tandem: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return USAGE_ERROR
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `argv` (default: this process's own); returns the exit code."""
+    try:
+        command, bound = parse(sys.argv[1:] if argv is None else argv, os.environ)
+        return command(*bound.args, **bound.kwargs) or 0
+    except SettingsError as error:
+        return explain(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

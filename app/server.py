@@ -1,0 +1,115 @@
+"""The server process: uvicorn with signals of its own, so that it drains while it still listens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from app.application import build, create_app
+from app.lifecycle import Lifecycle
+from app.settings import ServerSettings, SettingsError
+
+logger = logging.getLogger(__name__)
+
+OK, FAILED, UNUSABLE = 0, 1, 2
+_FORCED_GRACE = 1  # seconds that aborted requests have to send their last bytes
+
+
+class Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT drains: not ready, new work refused, still listening; a second one forces."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, drain_timeout: float) -> None:
+        """`drain_timeout` is in seconds."""
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_timeout = drain_timeout
+        self._signals = 0
+        self._forced = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 after a clean drain, 1 if that was forced or the decode loop died, 2 if start-up failed."""
+        if self._lifecycle.error is not None:
+            return FAILED if self._lifecycle.engine_failed else UNUSABLE
+        return FAILED if self._forced else OK
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+        if self._forced and not self._lifecycle.ended:
+            os._exit(self.exit_code)  # a step that does not come back must not hold the process
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Unlike uvicorn's, a signal that was handled is not raised again at the end: the exit code says it all.
+        self._signals += 1
+        self._lifecycle.begin_drain()
+        self._loop.call_soon_threadsafe(self._drain if self._signals == 1 else self._force)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._lifecycle.ended
+
+    def _drain(self) -> None:
+        logger.info("draining: requests in flight have %g s to finish", self._drain_timeout)
+        self._draining = asyncio.create_task(self._finish())
+
+    async def _finish(self) -> None:
+        deadline = time.monotonic() + self._drain_timeout
+        if not await self._lifecycle.drain(self._drain_timeout):
+            return self._force()
+        # Answers that are still being sent have what is left of the time.
+        self.config.timeout_graceful_shutdown = max(_FORCED_GRACE, int(deadline - time.monotonic()))
+        self.should_exit = True
+
+    def _force(self) -> None:
+        logger.warning("stopping now: requests in flight are aborted")
+        self._forced = True
+        self._lifecycle.stop()
+        self.config.timeout_graceful_shutdown = _FORCED_GRACE
+        self.should_exit = True
+
+
+def serve(settings: ServerSettings) -> int:
+    """Serve until a signal or a failure; returns the exit code. Raises SettingsError for what cannot be served."""
+    configure_logging(settings.log_level)
+    container = build(settings)
+    lifecycle = Lifecycle(container.startup(), container.engine)
+    config = uvicorn.Config(
+        create_app(container, lifecycle, settings),
+        lifespan="on",
+        log_config=None,
+        access_log=settings.log_level == "debug",
+    )
+    server = Server(config, lifecycle, settings.drain_timeout)
+    listener = listen(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    server.run(sockets=[listener])
+    if server.exit_code == UNUSABLE:
+        raise SettingsError(lifecycle.error)
+    if lifecycle.error is not None:
+        logger.error("%s", lifecycle.error)
+    return server.exit_code
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; connections wait in it until they are accepted. Raises SettingsError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {host} port {port}: {error.strerror} (choose another --host or --port)"
+        ) from error
+
+
+def configure_logging(level: str) -> None:
+    """Log to stderr, uvicorn's own chatter only when debugging."""
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -1,0 +1,263 @@
+"""The one schema of settings: flags, environment and file are read into it, and the options of the parts come out.
+
+Nothing heavy is imported here, so that `tandem --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+from cyclopts.validators import Number
+
+from backends.options import AttentionOptions
+from engine.options import CacheOptions, SchedulerOptions
+from models.options import Dtype, ModelOptions
+from speculative.options import Algorithm, SpeculativeOptions
+
+_MODEL = Group.create_ordered("Model")
+_ATTENTION = Group.create_ordered("Attention")
+_MEMORY = Group.create_ordered("Memory")
+_SCHEDULING = Group.create_ordered("Scheduling")
+_SPECULATION = Group.create_ordered("Speculation")
+_PROCESS = Group.create_ordered("Process")
+_SERVER = Group.create_ordered("Server")
+
+_POSITIVE = Number(gte=1)
+_CACHE, _SCHEDULER, _SPECULATIVE = CacheOptions(), SchedulerOptions(), SpeculativeOptions()
+
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be used. The text names the setting, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What every command that runs the engine takes. Raises SettingsError where settings contradict each other."""
+
+    model: Annotated[
+        str | None,
+        Parameter(
+            group=_MODEL,
+            help="A .gguf file, a Hugging Face folder, or a hub id (default: the bundled SmolLM2-135M-Instruct).",
+        ),
+    ] = None
+    dtype: Annotated[
+        Dtype,
+        Parameter(group=_MODEL, help="What weights are held and computed in. auto: the checkpoint's own."),
+    ] = "auto"
+    device: Annotated[
+        str, Parameter(group=_MODEL, help="auto, cpu or cuda. auto: the GPU where there is one.")
+    ] = "auto"
+    context_length: Annotated[
+        int | None,
+        Parameter(
+            group=_MODEL,
+            validator=_POSITIVE,
+            help="Tokens of a prompt and its answer together (default: what the model was made for).",
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        Parameter(group=_MODEL, help="A Jinja file that replaces the model's own chat template."),
+    ] = None
+
+    attention_backend: Annotated[
+        str | None, Parameter(group=_ATTENTION, help="Attention backend (default: the best for the device).")
+    ] = None
+    prefill_attention_backend: Annotated[
+        str | None,
+        Parameter(group=_ATTENTION, help="The same, for prompts alone; goes before the general one."),
+    ] = None
+    decode_attention_backend: Annotated[
+        str | None,
+        Parameter(group=_ATTENTION, help="The same, for decoding alone; goes before the general one."),
+    ] = None
+
+    mem_fraction_static: Annotated[
+        float,
+        Parameter(
+            group=_MEMORY,
+            validator=Number(gt=0, lte=1),
+            help="Share of the memory left after loading that the KV cache may take.",
+        ),
+    ] = _CACHE.mem_fraction_static
+    max_total_tokens: Annotated[
+        int | None,
+        Parameter(
+            group=_MEMORY,
+            validator=_POSITIVE,
+            help="Exact size of the KV cache (default: by available memory).",
+        ),
+    ] = None
+    page_size: Annotated[
+        int, Parameter(group=_MEMORY, validator=_POSITIVE, help="Tokens in a page of the KV cache.")
+    ] = _CACHE.page_size
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, Parameter(group=_MEMORY, help="What keys and values are held in. auto: as computed.")
+    ] = "auto"
+    disable_prefix_caching: Annotated[
+        bool, Parameter(group=_MEMORY, help="Compute every prompt anew, even where its beginning is cached.")
+    ] = False
+
+    max_running_requests: Annotated[
+        int, Parameter(group=_SCHEDULING, validator=_POSITIVE, help="Requests that share a step.")
+    ] = _SCHEDULER.max_running_requests
+    max_queued_requests: Annotated[
+        int,
+        Parameter(
+            group=_SCHEDULING,
+            validator=_POSITIVE,
+            help="Requests that may wait; the next one is answered with 429.",
+        ),
+    ] = _SCHEDULER.max_queued_requests
+    chunked_prefill_size: Annotated[
+        int,
+        Parameter(
+            group=_SCHEDULING, validator=_POSITIVE, help="Prompt tokens in a step, of all requests together."
+        ),
+    ] = _SCHEDULER.chunked_prefill_size
+
+    speculative_algorithm: Annotated[
+        Algorithm,
+        Parameter(group=_SPECULATION, help="How tokens are drafted. The text is the same with any of them."),
+    ] = _SPECULATIVE.algorithm
+    speculative_num_draft_tokens: Annotated[
+        int | None,
+        Parameter(
+            group=_SPECULATION,
+            validator=Number(gte=2, lte=64),
+            help="Most tokens that are verified at once for a request, its last token included "
+            f"(default: {_SPECULATIVE.num_draft_tokens}).",
+        ),
+    ] = None
+    speculative_ngram_min_match: Annotated[
+        int,
+        Parameter(
+            group=_SPECULATION,
+            validator=_POSITIVE,
+            help="Tokens that must recur before n-gram drafts from them.",
+        ),
+    ] = _SPECULATIVE.ngram_min_match
+    speculative_ngram_max_match: Annotated[
+        int,
+        Parameter(
+            group=_SPECULATION, validator=_POSITIVE, help="The longest recurrence that n-gram looks for."
+        ),
+    ] = _SPECULATIVE.ngram_max_match
+
+    threads: Annotated[
+        int | None,
+        Parameter(group=_PROCESS, validator=_POSITIVE, help="CPU threads (default: one a physical core)."),
+    ] = None
+    log_level: Annotated[LogLevel, Parameter(group=_PROCESS, help="How much is logged.")] = "info"
+    config: Annotated[
+        Path | None,
+        Parameter(group=_PROCESS, help="A YAML or TOML file of settings, named as the flags are."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        pool, page, context = self.max_total_tokens, self.page_size, self.context_length
+        if pool is not None and pool < page:
+            raise SettingsError(
+                f"--max-total-tokens {pool} is less than one page (--page-size {page}): raise it, or lower --page-size"
+            )
+        if pool is not None and context is not None and context > pool:
+            raise SettingsError(
+                f"--context-length {context} does not fit in --max-total-tokens {pool}: "
+                "lower the one or raise the other"
+            )
+        if self.speculative_algorithm == "none" and self.speculative_num_draft_tokens is not None:
+            raise SettingsError(
+                "--speculative-num-draft-tokens has no meaning with --speculative-algorithm none: leave one of them out"
+            )
+        if self.speculative_ngram_min_match > self.speculative_ngram_max_match:
+            raise SettingsError(
+                f"--speculative-ngram-min-match {self.speculative_ngram_min_match} is more than "
+                f"--speculative-ngram-max-match {self.speculative_ngram_max_match}: lower the one or raise the other"
+            )
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise SettingsError(f"--chat-template {self.chat_template}: no such file")
+
+    def model_options(self) -> ModelOptions:
+        """Raises ModelError if no model is named and the default one is not installed."""
+        model = self.model
+        if model is None:
+            from models.default import default_model_path
+
+            model = str(default_model_path())
+        return ModelOptions(
+            model=model,
+            dtype=self.dtype,
+            device=self.device,
+            context_length=self.context_length,
+            chat_template=self.chat_template,
+        )
+
+    def attention_options(self) -> AttentionOptions:
+        return AttentionOptions(
+            attention_backend=self.attention_backend,
+            prefill_attention_backend=self.prefill_attention_backend,
+            decode_attention_backend=self.decode_attention_backend,
+        )
+
+    def cache_options(self) -> CacheOptions:
+        return CacheOptions(
+            mem_fraction_static=self.mem_fraction_static,
+            max_total_tokens=self.max_total_tokens,
+            page_size=self.page_size,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enable_prefix_caching=not self.disable_prefix_caching,
+        )
+
+    def scheduler_options(self) -> SchedulerOptions:
+        return SchedulerOptions(
+            max_running_requests=self.max_running_requests,
+            max_queued_requests=self.max_queued_requests,
+            chunked_prefill_size=self.chunked_prefill_size,
+        )
+
+    def speculative_options(self) -> SpeculativeOptions:
+        return SpeculativeOptions(
+            algorithm=self.speculative_algorithm,
+            num_draft_tokens=self.speculative_num_draft_tokens or _SPECULATIVE.num_draft_tokens,
+            ngram_min_match=self.speculative_ngram_min_match,
+            ngram_max_match=self.speculative_ngram_max_match,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(EngineSettings):
+    """What `tandem serve` takes."""
+
+    host: Annotated[str, Parameter(group=_SERVER, help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int,
+        Parameter(
+            group=_SERVER, validator=Number(gte=0, lte=65535), help="Port to listen on. 0: any free one."
+        ),
+    ] = 8000
+    served_model_name: Annotated[
+        str | None,
+        Parameter(group=_SERVER, help="Name of the model in the API (default: of its file or folder)."),
+    ] = None
+    api_key: Annotated[
+        str | None,
+        Parameter(group=_SERVER, help="Ask for this bearer token on every route but the probes."),
+    ] = field(default=None, repr=False)
+    drain_timeout: Annotated[
+        float,
+        Parameter(
+            group=_SERVER,
+            validator=Number(gte=0),
+            help="Seconds that requests in flight have to finish after SIGTERM.",
+        ),
+    ] = 30.0
+    max_request_bytes: Annotated[
+        int, Parameter(group=_SERVER, validator=_POSITIVE, help="The largest request body that is read.")
+    ] = 32 * 1024 * 1024

@@ -1,0 +1,188 @@
+"""`tandem generate` and `tandem chat`: the same engine, in this process and without a server."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from anyio.from_thread import start_blocking_portal
+from rich.console import Console
+
+from app.application import build
+from app.lifecycle import EngineFailed, Lifecycle
+from app.sampling_settings import SamplingSettings
+from app.settings import EngineSettings, SettingsError
+from containers.startup import StartUpError
+from engine.chat_template import ChatTemplateError
+from engine.engine import Engine
+from engine.errors import InvalidRequest
+from engine.request import OutputEvent, Request
+from engine.tokenizer import Tokenizer
+
+FAILED = 1
+_RESET = "/reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An engine that decodes, and how to ask it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampling: SamplingSettings
+
+    def answer(self, prompt_ids: Sequence[int]) -> Generator[OutputEvent, None, None]:
+        """What follows `prompt_ids`, as it comes; closing the iterator ends it. Raises InvalidRequest."""
+        room = self.engine.max_context_len - len(prompt_ids)
+        if room < 1:
+            raise InvalidRequest(
+                f"{len(prompt_ids)} tokens leave no room in a context of {self.engine.max_context_len}"
+            )
+        events: SimpleQueue[OutputEvent] = SimpleQueue()
+        request = Request(uuid.uuid4().hex, list(prompt_ids), self.sampling.params(room), events.put)
+        self.engine.submit(request)
+        try:
+            while True:
+                event = events.get()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            self.engine.abort(request.request_id)
+
+
+@contextmanager
+def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Session]:
+    """Load the model and decode meanwhile. Raises SettingsError where that cannot be."""
+    level = "warning" if settings.log_level == "info" else settings.log_level  # the terminal is for the text
+    logging.basicConfig(level=level.upper())
+    container = build(settings)
+    lifecycle = Lifecycle(container.startup(), container.engine)
+    with start_blocking_portal() as portal:
+        try:
+            run, _ = portal.start_task(lifecycle.run)
+        except (StartUpError, EngineFailed) as error:
+            raise SettingsError(str(error)) from error
+        try:
+            yield Session(container.engine(), container.tokenizer(), sampling)
+        finally:
+            portal.call(lifecycle.stop)
+            with suppress(EngineFailed):  # its request has been told
+                run.result()
+
+
+def generate(settings: EngineSettings, sampling: SamplingSettings, prompt: str, stats: bool) -> int:
+    """Continue `prompt` on stdout; returns the exit code. Raises SettingsError."""
+    with running(settings, sampling) as session:
+        try:
+            answer = show(session.answer(session.tokenizer.encode(prompt)), print_piece)
+        except InvalidRequest as error:
+            raise SettingsError(f"the prompt: {error}") from error
+    print()
+    return close(answer, stats)
+
+
+def chat(settings: EngineSettings, sampling: SamplingSettings, system: str | None, stats: bool) -> int:
+    """Talk until the end of input; returns the exit code. Raises SettingsError."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (gives the prompt line editing and history)
+    console = Console(highlight=False)
+    with running(settings, sampling) as session:
+        return talk(session, console, console.input, system, stats)
+
+
+def talk(
+    session: Session, console: Console, read: Callable[[str], str], system: str | None, stats: bool
+) -> int:
+    """The turns of a chat; `read` asks for a line, and raises EOFError at the end of input."""
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    messages: list[dict[str, Any]] = list(opening)
+    console.print("Ctrl-C ends an answer, /reset the talk, Ctrl-D leaves.", style="dim")
+    while True:
+        try:
+            line = read("[bold cyan]>[/] ").strip()
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            console.print()
+            continue
+        if line == _RESET:
+            messages = list(opening)
+            continue
+        if not line:
+            continue
+        turn = {"role": "user", "content": line}
+        try:
+            prompt = session.tokenizer.apply_chat_template([*messages, turn])
+            prompt_ids = session.tokenizer.encode(prompt, add_special_tokens=False)
+            answer = show(session.answer(prompt_ids), lambda text: console.out(text, end="", highlight=False))
+        except ChatTemplateError as error:
+            raise SettingsError(str(error)) from error
+        except InvalidRequest as error:
+            console.print(f"{error} ({_RESET} begins anew)", style="red", markup=False)
+            continue
+        console.print()
+        if close(answer, stats) != 0:
+            return FAILED
+        messages += [turn, {"role": "assistant", "content": answer.text}]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What was shown, and when: times are of `time.monotonic`. `last` is None for one that was interrupted."""
+
+    start: float
+    text: str = ""
+    tokens: int = 0
+    first_token: float = 0.0
+    end: float = 0.0
+    last: OutputEvent | None = None
+
+
+def show(events: Generator[OutputEvent, None, None], write: Callable[[str], object]) -> Answer:
+    """Write each piece as it comes. Ctrl-C ends the answer; what was shown of it stands."""
+    answer = Answer(time.monotonic())
+    with suppress(KeyboardInterrupt), closing(events):
+        for event in events:
+            answer.end = time.monotonic()
+            if event.token_ids and not answer.tokens:
+                answer.first_token = answer.end
+            answer.tokens += len(event.token_ids)
+            answer.text += event.text
+            if event.text:
+                write(event.text)
+            answer.last = event if event.finish_reason is not None else None
+    return answer
+
+
+def print_piece(text: str) -> None:
+    """To stdout, at once."""
+    print(text, end="", flush=True)
+
+
+def close(answer: Answer, stats: bool) -> int:
+    """Tell errors, and the `stats` of an answer, on stderr; returns the exit code."""
+    if answer.last is not None and answer.last.finish_reason == "error":
+        print(f"tandem: error: {answer.last.error}", file=sys.stderr)
+        return FAILED
+    if stats and answer.tokens:
+        print(describe(answer), file=sys.stderr)
+    return 0
+
+
+def describe(answer: Answer) -> str:
+    """One line of figures."""
+    figures = [f"{answer.tokens} tokens", f"TTFT {1000 * (answer.first_token - answer.start):.0f} ms"]
+    if answer.end > answer.first_token:
+        figures.append(f"{(answer.tokens - 1) / (answer.end - answer.first_token):.1f} tokens/s")
+    speculation = answer.last.speculation if answer.last is not None else None
+    if speculation is not None and speculation.verify_steps:
+        figures.append(f"accept length {speculation.verify_emitted_tokens / speculation.verify_steps:.2f}")
+    return ", ".join(figures)
