@@ -1,0 +1,110 @@
+"""Paged attention by Triton kernels: on CUDA, and in Triton's interpreter on a CPU.
+
+This module loads without Triton, so that the backend can be listed, with the reason, where it cannot run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+
+from backends.base import AttentionBackend, AttentionLayer
+from backends.forward import ForwardBatch
+from backends.kv_pool import KVLayout
+
+if TYPE_CHECKING:
+    from kernels.triton.tiling import Blocks, Tiling
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The tables of a pass for each shape of attention that its layers have: heads, key heads, width of a value."""
+
+    batch: ForwardBatch
+    tilings: dict[tuple[int, int, int, Blocks], Tiling] = field(default_factory=dict)
+
+
+class TritonBackend(AttentionBackend):
+    """Every mask that the passes need, grouped heads and the latent cache of absorbed MLA, with one arithmetic a row.
+
+    Over a latent cache, a layer's key is its entry, and its value the first columns of it, which are not stored.
+    Raises ImportError where Triton is not installed.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        from kernels.triton import attention, tiling  # Triton is optional
+
+        self._attend = attention.paged_attention
+        self._tile: Callable[..., Tiling] = tiling.tile
+        self._block_sizes: Callable[..., Blocks] = tiling.block_sizes
+
+    def plan(self, batch: ForwardBatch) -> _Plan:
+        return _Plan(batch)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        assert isinstance(plan, _Plan)
+        pool, latent = batch.kv_pool, batch.kv_pool.layout.is_latent
+        num_heads, num_kv_heads, v_head_dim = query.shape[1], key.shape[1], value.shape[2]
+        pool.write(layer.layer_id, batch.out_slots, key, value[..., :0] if latent else value)
+        blocks = self._block_sizes(query.shape[2], v_head_dim, query.dtype)
+        shape = (num_heads, num_kv_heads, v_head_dim, blocks)
+        if shape not in plan.tilings:
+            plan.tilings[shape] = self._tile(
+                batch.query_lens, batch.context_lens, batch.table_rows, *shape, query.device
+            )
+        return self._attend(
+            query,
+            pool.key[layer.layer_id],
+            None if latent else pool.value[layer.layer_id],
+            batch.slot_table,
+            plan.tilings[shape],
+            blocks,
+            v_head_dim=v_head_dim,
+            scale=layer.scale,
+            causal=batch.causal,
+            window=layer.sliding_window,
+            softcap=layer.logit_softcap,
+        )
+
+
+def unusable(device: torch.device, layout: KVLayout) -> str | None:
+    """Why Triton cannot serve `layout` on `device`, or None if it can."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if layout.dtype not in _DTYPES:
+        return f"it has no kernels for a KV cache of {str(layout.dtype).removeprefix('torch.')}"
+    if device.type == "cpu":
+        return (
+            None if _interpreting() else "it needs CUDA (on a CPU: Triton's interpreter, TRITON_INTERPRET=1)"
+        )
+    if device.type != "cuda":
+        return "it needs CUDA"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or later"
+    return None
+
+
+def _interpreting() -> bool:
+    """Whether the kernels are made for the interpreter. Without the variable, they need not be loaded to know."""
+    if not os.environ.get("TRITON_INTERPRET"):
+        return False
+    from kernels.triton.attention import INTERPRETED
+
+    return INTERPRETED
