@@ -21,6 +21,7 @@ from app.routes import routes
 from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.threads import default_threads, set_threads
 from app.version import version
+from backends.registry import installed_specs
 from containers.application import ApplicationContainer
 from models.base import ModelError
 
@@ -30,6 +31,7 @@ def build(settings: EngineSettings) -> ApplicationContainer:
 
     Raises SettingsError, which names the setting or the file at fault.
     """
+    _check_attention_backends(settings)
     container = ApplicationContainer(settings=settings)
     try:
         files = container.model_files()
@@ -43,6 +45,16 @@ def build(settings: EngineSettings) -> ApplicationContainer:
         )
     set_threads(settings.threads or default_threads())
     return container
+
+
+def _check_attention_backends(settings: EngineSettings) -> None:
+    """Whether they are known. Whether they can run this model is seen once it is loaded."""
+    known = installed_specs()
+    for setting in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+        name = getattr(settings, setting)
+        if name is not None and name not in known:
+            flag = setting.replace("_", "-")
+            raise SettingsError(f"--{flag} {name}: no such attention backend; there are {', '.join(known)}")
 
 
 class BearerAuth:

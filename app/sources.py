@@ -57,15 +57,15 @@ class Sources:
                 hint = f"; did you mean {spell(near[0])}?" if near else ""
                 raise SettingsError(f"unknown setting {spell(name)} in {source}{hint}")
         for argument in arguments:
-            value = values.get(argument.name.removeprefix("--").replace("-", "_"))
+            name = argument.name.removeprefix("--").replace("-", "_")
+            value = values.get(name)
             if value is None or argument.tokens:
                 continue
+            takes_many = argument.token_count()[1]
+            if isinstance(value, list) and not takes_many:
+                raise SettingsError(f"{spell(name)} in {source}: one value is needed, not a list")
             for index, item in enumerate(value if isinstance(value, list) else [value]):
-                argument.append(
-                    Token(
-                        keyword=spell(argument.field_info.name), value=str(item), source=source, index=index
-                    )
-                )
+                argument.append(Token(keyword=spell(name), value=str(item), source=source, index=index))
 
 
 def _read(path: Path) -> dict[str, Any]:
