@@ -1,0 +1,159 @@
+"""What speculation gains, by algorithm and kind of prompt, and that it changes no token."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+from command import print_row, run
+from cyclopts import Parameter
+from cyclopts.validators import Number
+from in_process import Answer, InProcess, sources, tandem
+from prompts import Prompt, PromptOptions
+from timing import total
+
+from app.settings import EngineSettings
+from engine.errors import InvalidRequest
+from engine.request import SamplingParams
+
+BASELINE = "none"
+_WIDTHS = (20, 10, 8, 13, 10, 8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One turn of one prompt, answered with each algorithm."""
+
+    category: str
+    answers: Mapping[str, Answer]
+
+    @property
+    def identical(self) -> bool:
+        """Whether all algorithms gave the same token ids."""
+        return len({answer.token_ids for answer in self.answers.values()}) == 1
+
+
+def speculation(
+    *,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 256,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    options: Annotated[PromptOptions, Parameter(name="*")] = PromptOptions(),
+    settings: Annotated[EngineSettings, Parameter(name="*")] = EngineSettings(),
+) -> int:
+    """Answer each prompt with every algorithm in turn, one at a time, and compare speed and token ids.
+
+    The algorithms are those that the engine offers to a request: none, and that of --speculative-algorithm.
+    Exits with 1 if any answer differs.
+
+    Parameters
+    ----------
+    max_tokens
+        Longest answer.
+    temperature
+        Of sampling, with a seed by prompt. 0: greedy.
+    """
+    prompts = options.read()
+    algorithms = list(dict.fromkeys((BASELINE, settings.speculative_algorithm)))
+    rows: list[Row] = []
+    skipped: list[str] = []
+    with tandem(settings) as engine:
+        # The first steps of a shape are slow.
+        for algorithm in algorithms:
+            engine.generate(engine.encode(["Count to ten."]), SamplingParams(max_tokens=16), algorithm)
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
+            # Who goes first changes: no algorithm always meets the warm cache, or the busier moment.
+            order = algorithms[number % len(algorithms) :] + algorithms[: number % len(algorithms)]
+            try:
+                for row in converse(engine, prompt, sampling, order):
+                    rows.append(row)
+                    if not row.identical:
+                        print(f"prompt {prompt.id}: {_difference(row)}", flush=True)
+            except InvalidRequest as error:
+                skipped.append(prompt.id)
+                print(f"prompt {prompt.id}: skipped from here on ({error})", flush=True)
+    if not rows:
+        raise ValueError(f"{options.prompts}: no prompt fits in the context")
+    summary = summarise(rows, algorithms)
+    _print(summary, algorithms)
+    if options.json:
+        print(msgspec.json.encode(summary | {"skipped": skipped}).decode())
+    return 0 if summary["identical"] else 1
+
+
+def converse(
+    engine: InProcess, prompt: Prompt, sampling: SamplingParams, algorithms: Sequence[str]
+) -> list[Row]:
+    """All turns of a prompt; the history holds the baseline's answers, so that all algorithms see the same."""
+    rows = []
+    history: list[str] = []
+    for turn in prompt.turns:
+        history.append(turn)
+        prompt_ids = engine.encode(history)
+        answers = {name: engine.generate(prompt_ids, sampling, name) for name in algorithms}
+        rows.append(Row(prompt.category, answers))
+        history.append(answers[BASELINE].text)
+    return rows
+
+
+def summarise(rows: Sequence[Row], algorithms: Sequence[str]) -> dict[str, Any]:
+    """Per algorithm, over all rows and by category."""
+    categories = {row.category: [other for other in rows if other.category == row.category] for row in rows}
+    return {
+        "identical": all(row.identical for row in rows),
+        "rows": len(rows),
+        "different_rows": sum(not row.identical for row in rows),
+        **{name: _measures(rows, name) for name in algorithms},
+        "categories": {
+            category: {name: _measures(own, name) for name in algorithms}
+            for category, own in categories.items()
+        },
+    }
+
+
+def _measures(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """Accept length, decoded tokens a second, and that over the baseline's."""
+    answers = [row.answers[name] for row in rows]
+    steps = sum(answer.speculation.verify_steps for answer in answers)
+    emitted = sum(answer.speculation.verify_emitted_tokens for answer in answers)
+    speed = total(answer.timing for answer in answers).tokens_per_s
+    baseline = total(row.answers[BASELINE].timing for row in rows).tokens_per_s
+    decoded = sum(answer.timing.decode_tokens for answer in answers)
+    return {
+        "accept_length": emitted / steps if steps else 1.0,  # a plain step emits one token
+        "tokens_per_s": speed,
+        "speedup": speed / baseline if baseline else 1.0,
+        "verified_share": emitted / decoded if decoded else 0.0,  # of decoded tokens, from steps with drafts
+    }
+
+
+def _difference(row: Row) -> str:
+    expected = row.answers[BASELINE].token_ids
+    texts = []
+    for name, answer in row.answers.items():
+        if answer.token_ids != expected:
+            pairs = zip(expected, answer.token_ids, strict=False)
+            at = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(answer.token_ids))
+            )
+            texts.append(f"{name} differs from {BASELINE} at token {at}")
+    return ", ".join(texts)
+
+
+def _print(summary: Mapping[str, Any], algorithms: Sequence[str]) -> None:
+    print_row(("category", "algorithm", "accept", "verified share", "tokens/s", "speed-up"), _WIDTHS)
+    for category, measures in [*summary["categories"].items(), ("all", summary)]:
+        for name in algorithms:
+            row = measures[name]
+            cells = (row["accept_length"], row["verified_share"], row["tokens_per_s"], row["speedup"])
+            print_row((category, name, *cells), _WIDTHS)
+    same = summary["rows"] - summary["different_rows"]
+    print(f"{same} of {summary['rows']} rows are identical with every algorithm")
+
+
+if __name__ == "__main__":
+    sys.exit(run(speculation, config=sources(os.environ)))
