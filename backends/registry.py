@@ -9,10 +9,12 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
+from backends import triton
 from backends.base import AttentionBackend, Workspace
-from backends.handlers import Handler, by_prefix_length
+from backends.handlers import Handler, always_absorbed, by_prefix_length
 from backends.kv_pool import KVLayout
 from backends.torch_native import TorchNativeBackend
+from backends.triton import TritonBackend
 
 ENTRY_POINTS = "tandem.attention_backends"
 
@@ -54,6 +56,7 @@ def _runs_anywhere(device: torch.device, layout: KVLayout) -> str | None:
 # In order of preference where no name is given.
 _BUILT_IN: BackendSpecs = {
     TorchNativeBackend.name: BackendSpec(lambda args: TorchNativeBackend(), _runs_anywhere),
+    TritonBackend.name: BackendSpec(lambda args: TritonBackend(), triton.unusable, always_absorbed),
 }
 
 

@@ -8,7 +8,7 @@ decode and verify agree bit for bit; and a request costs what its own context co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,11 +39,21 @@ class _Part:
 
 @dataclass(slots=True)
 class _Plan:
-    """Worked out once a pass for each sliding window that its layers have."""
+    """Worked out once a pass for each sliding window that its layers have.
+
+    `valid` [T] is the rows of all tiles that are tokens, in order.
+    """
 
     batch: ForwardBatch
+    valid: torch.Tensor
     parts: dict[int | None, list[_Part]] = field(default_factory=dict)
-    valid: torch.Tensor | None = None  # [T] the rows of all tiles that are tokens, in order
+
+    def parts_for(self, window: int | None) -> list[_Part]:
+        """The pass cut into parts of whole tiles."""
+        if window not in self.parts:
+            tiles = _tiles(self.batch, window)
+            self.parts[window] = [_part(self.batch, window, some) for some in _cut(tiles)]
+        return self.parts[window]
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -52,7 +62,7 @@ class TorchNativeBackend(AttentionBackend):
     name = "torch_native"
 
     def plan(self, batch: ForwardBatch) -> _Plan:
-        return _Plan(batch)
+        return _Plan(batch, _valid_rows(batch))
 
     def forward(
         self,
@@ -65,11 +75,9 @@ class TorchNativeBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert isinstance(plan, _Plan)
         batch.kv_pool.write(layer.layer_id, batch.out_slots, key, value)
-        if layer.sliding_window not in plan.parts:
-            plan.parts[layer.sliding_window] = _parts(batch, layer.sliding_window)
-        tiles = [_attend(query, layer, batch, part) for part in plan.parts[layer.sliding_window]]
-        if plan.valid is None:
-            plan.valid = _valid_rows(batch, query.device)
+        if query.shape[0] == 0:
+            return query.new_empty(0, layer.num_heads, value.shape[-1])
+        tiles = [_attend(query, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
         return torch.cat(tiles).flatten(0, 1)[plan.valid].to(query.dtype)
 
 
@@ -135,11 +143,6 @@ def _partial(
     return (scores - lse.unsqueeze(-1)).exp() @ value, lse
 
 
-def _parts(batch: ForwardBatch, window: int | None) -> list[_Part]:
-    """The pass cut into parts of whole tiles."""
-    return [_part(batch, window, tiles) for tiles in _cut(list(_tiles(batch, window)))]
-
-
 @dataclass(frozen=True, slots=True)
 class _Tile:
     sequence: int
@@ -161,7 +164,7 @@ def _tiles(batch: ForwardBatch, window: int | None) -> Iterator[_Tile]:
         row += queries
 
 
-def _cut(tiles: list[_Tile]) -> Iterator[list[_Tile]]:
+def _cut(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
     part: list[_Tile] = []
     items = 0
     for tile in tiles:
@@ -217,10 +220,10 @@ def _rounds(tiles: list[_Tile], device: torch.device) -> Iterator[tuple[torch.Te
         )
 
 
-def _valid_rows(batch: ForwardBatch, device: torch.device) -> torch.Tensor:
+def _valid_rows(batch: ForwardBatch) -> torch.Tensor:
     valid: list[int] = []
     offset = 0
     for queries in batch.query_lens:
         valid += range(offset, offset + queries)
         offset += -(-queries // TILE) * TILE
-    return torch.tensor(valid, device=device)
+    return torch.tensor(valid, dtype=torch.int64, device=batch.slot_table.device)

@@ -9,16 +9,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 
 from backends.base import AttentionBackend, AttentionLayer
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVLayout
-
-if TYPE_CHECKING:
-    from kernels.triton.tiling import Blocks, Tiling
+from kernels.triton.tiling import Blocks, Tiling, block_sizes, tile
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -40,12 +37,11 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
 
-    def __init__(self) -> None:
-        from kernels.triton import attention, tiling  # Triton is optional
+    def __init__(self, block_sizes: Callable[[int, int, torch.dtype], Blocks] = block_sizes) -> None:
+        from kernels.triton.attention import paged_attention  # Triton is optional
 
-        self._attend = attention.paged_attention
-        self._tile: Callable[..., Tiling] = tiling.tile
-        self._block_sizes: Callable[..., Blocks] = tiling.block_sizes
+        self._attend = paged_attention
+        self._block_sizes = block_sizes
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         return _Plan(batch)
@@ -66,7 +62,7 @@ class TritonBackend(AttentionBackend):
         blocks = self._block_sizes(query.shape[2], v_head_dim, query.dtype)
         shape = (num_heads, num_kv_heads, v_head_dim, blocks)
         if shape not in plan.tilings:
-            plan.tilings[shape] = self._tile(
+            plan.tilings[shape] = tile(
                 batch.query_lens, batch.context_lens, batch.table_rows, *shape, query.device
             )
         return self._attend(

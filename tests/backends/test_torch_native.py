@@ -1,0 +1,151 @@
+"""The torch-native backend computes attention, and a row's bits depend on nothing but the row and its context."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.forward import ForwardMode, forward_context
+from backends.torch_native import BLOCK, TILE, TorchNativeBackend
+from tests.backends.streams import Layer, Streams
+
+layers = st.builds(
+    lambda kv, group, dims, window, cap: Layer(
+        num_heads=kv * group,
+        num_kv_heads=kv,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        scale=dims[0] ** -0.5,
+        sliding_window=window,
+        logit_softcap=cap,
+    ),
+    kv=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3, 4]),
+    dims=st.sampled_from([(16, 16), (64, 64), (24, 8)]),
+    window=st.sampled_from([None, 1, 5, BLOCK - 1, BLOCK + 40]),
+    cap=st.sampled_from([None, 3.0]),
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+lengths = st.lists(st.integers(1, 2 * BLOCK + 30), min_size=1, max_size=4)
+COUNTS = [1, 2, 7, 8, 9, 16, 33, 100, BLOCK, 3 * BLOCK]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+@st.composite
+def schedules(draw: st.DrawFn, ends: list[int]) -> list[dict[int, int]]:
+    """Passes that together feed every sequence to its end, each with any of them in any order."""
+    left = dict(enumerate(ends))
+    passes = []
+    while left:
+        chosen = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        counts = {s: min(left[s], draw(st.sampled_from(COUNTS))) for s in chosen}
+        for s, count in counts.items():
+            left[s] -= count
+        left = {s: rest for s, rest in left.items() if rest}
+        passes.append(counts)
+    return passes
+
+
+@settings(max_examples=15, deadline=None)
+@given(layer=layers, dtype=dtypes, pool_dtype=dtypes, ends=lengths, data=st.data())
+def test_equals_dense_attention(
+    layer: Layer, dtype: torch.dtype, pool_dtype: torch.dtype, ends: list[int], data: st.DataObject
+) -> None:
+    streams = Streams(layer, ends, dtype, pool_dtype)
+    backend = TorchNativeBackend()
+    for counts in data.draw(schedules(ends)):
+        for s, rows in streams.feed(backend, counts).items():
+            expected = streams.expected(s, streams.done[s] - counts[s], streams.done[s])
+            assert rows.dtype == dtype
+            torch.testing.assert_close(rows.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@settings(max_examples=15, deadline=None)
+@given(layer=layers, dtype=dtypes, ends=lengths, data=st.data())
+def test_a_row_is_the_same_in_every_cut_company_and_slot_layout(
+    layer: Layer, dtype: torch.dtype, ends: list[int], data: st.DataObject
+) -> None:
+    backend = TorchNativeBackend()
+    alone = Streams(layer, ends, dtype)
+    whole = [alone.feed(backend, {s: end})[s] for s, end in enumerate(ends)]
+    together = Streams(layer, ends, dtype)
+    for counts in data.draw(schedules(ends)):
+        for s, rows in together.feed(backend, counts).items():
+            stop = together.done[s]
+            assert torch.equal(rows, whole[s][stop - counts[s] : stop])
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    layer=layers,
+    dtype=dtypes,
+    prefix=st.integers(BLOCK - 20, BLOCK + 4),
+    rows=st.integers(2, 16),
+    data=st.data(),
+)
+def test_verified_blocks_of_2_to_16_rows_equal_decode(
+    layer: Layer, dtype: torch.dtype, prefix: int, rows: int, data: st.DataObject
+) -> None:
+    backend = TorchNativeBackend()
+    ends = [prefix + rows] * data.draw(st.integers(1, 8), label="sequences")
+    everyone = dict.fromkeys(range(len(ends)), prefix)
+    decoded, verified = Streams(layer, ends, dtype), Streams(layer, ends, dtype)
+    decoded.cache(everyone)
+    verified.cache(everyone)
+    expected = torch.cat([decoded.feed(backend, {0: 1})[0] for _ in range(rows)])
+    block = verified.feed(backend, dict.fromkeys(reversed(range(len(ends))), rows))
+    assert torch.equal(block[0], expected)
+
+
+@settings(max_examples=15, deadline=None)
+@given(layer=layers, dtype=dtypes, prefix=st.integers(0, BLOCK + 10), block=st.integers(1, 2 * TILE + 1))
+def test_rows_of_a_block_without_causal_order_see_each_other(
+    layer: Layer, dtype: torch.dtype, prefix: int, block: int
+) -> None:
+    streams = Streams(layer, [prefix + block, 40], dtype)
+    backend = TorchNativeBackend()
+    streams.cache({0: prefix})
+    rows = streams.feed(backend, {1: 40, 0: block}, causal=False)
+    for s, start, stop in ((0, prefix, prefix + block), (1, 0, 40)):
+        expected = streams.expected(s, start, stop, causal=False)
+        torch.testing.assert_close(rows[s].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_what_is_read_grows_with_a_requests_own_context_only() -> None:
+    backend = TorchNativeBackend()
+    streams = Streams(Layer(), [1, 5 * BLOCK])
+    streams.cache({1: 5 * BLOCK - 1})
+    alone = streams.batch({1: 1}, ForwardMode.DECODE)
+    both = streams.batch({0: 1, 1: 1}, ForwardMode.DECODE)
+
+    def slots_read(batch: object) -> int:
+        return sum(part.slots.numel() for part in backend.plan(batch).parts_for(None))
+
+    assert slots_read(alone) == 5 * BLOCK
+    assert slots_read(both) == 6 * BLOCK
+
+
+def test_a_sliding_window_reads_only_the_blocks_it_touches() -> None:
+    backend = TorchNativeBackend()
+    streams = Streams(Layer(sliding_window=10), [5 * BLOCK])
+    streams.cache({0: 5 * BLOCK - 1})
+    plan = backend.plan(streams.batch({0: 1}, ForwardMode.DECODE))
+    assert sum(part.slots.numel() for part in plan.parts_for(10)) == BLOCK
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.IDLE, ForwardMode.EXTEND])
+def test_a_pass_without_tokens_gives_no_rows(mode: ForwardMode) -> None:
+    streams = Streams(Layer(), [4])
+    batch = streams.batch({0: 0}, mode)
+    with forward_context(batch, TorchNativeBackend()) as context:
+        out = context.backend.forward(
+            torch.empty(0, 6, 16),
+            torch.empty(0, 2, 16),
+            torch.empty(0, 2, 16),
+            streams.layer,
+            batch,
+            context.plan,
+        )
+    assert out.shape == (0, 6, 16)
