@@ -8,24 +8,23 @@
 
 namespace TANDEM_ISA {
 
-static void merge(Softmax& into, float* acc, const Softmax& other, const float* other_acc, int head_dim) {
-    if (other.sum == 0.0f) return;
-    const float maximum = into.maximum > other.maximum ? into.maximum : other.maximum;
-    alignas(64) float weights[16];
-    store(weights, exp(splat(into.maximum - maximum)));
-    const f32 mine = splat(into.sum == 0.0f ? 0.0f : weights[0]);
-    store(weights, exp(splat(other.maximum - maximum)));
-    const f32 theirs = splat(weights[0]);
-    alignas(64) float sums[16];
-    store(sums, fma(splat(into.sum), mine, mul(splat(other.sum), theirs)));
-    for (int i = 0; i < head_dim; i += 16)
-        store(acc + i, fma(load(acc + i), mine, mul(load(other_acc + i), theirs)));
-    into = {maximum, sums[0]};
+static inline f32 exp_of_difference(float a, float b) {
+    return exp(splat(a - b));
 }
 
-static void finish(const Softmax& state, const float* acc, int head_dim, float* out) {
-    const f32 inverse = splat(1.0f / state.sum);
-    for (int i = 0; i < head_dim; i += 16) store(out + i, mul(load(acc + i), inverse));
+// Takes the running softmax `other` into `into`; both rows are as in kernels.h.
+static void merge(float& maximum, float* row, float other_maximum, const float* other, int head_dim) {
+    if (other_maximum == -INFINITY) return;
+    const float larger = maximum > other_maximum ? maximum : other_maximum;
+    const f32 mine = exp_of_difference(maximum, larger), theirs = exp_of_difference(other_maximum, larger);
+    for (int i = 0; i < attention_row(head_dim); i += 16)
+        store(row + i, fma(load(row + i), mine, mul(load(other + i), theirs)));
+    maximum = larger;
+}
+
+static void finish(const float* row, int head_dim, float* out) {
+    const f32 inverse = splat(1.0f / sum(load(row + head_dim)));
+    for (int i = 0; i < head_dim; i += 16) store(out + i, mul(load(row + i), inverse));
 }
 
 // keys [head_dim][32]: one column a position.
@@ -47,74 +46,74 @@ static void gather_keys(const char* const* rows, int head_dim, bool is_bf16, flo
     }
 }
 
+// Even and odd dimensions are summed apart: two chains of operations hide each other's latency.
 template <int kQueries>
 static void score(const float* const* query, const float* keys, int head_dim, float scale, float* scores) {
-    f32 s[kQueries][2];
-    for (int q = 0; q < kQueries; q++) s[q][0] = s[q][1] = splat(0.0f);
-    for (int d = 0; d < head_dim; d++) {
-        f32 a = load(keys + (size_t)d * kKvBlock), b = load(keys + (size_t)d * kKvBlock + 16);
-        for (int q = 0; q < kQueries; q++) {
-            f32 x = splat(query[q][d]);
-            s[q][0] = fma(a, x, s[q][0]);
-            s[q][1] = fma(b, x, s[q][1]);
+    f32 s[kQueries][2][2];
+    for (int q = 0; q < kQueries; q++)
+        for (int i = 0; i < 4; i++) s[q][i / 2][i % 2] = splat(0.0f);
+    for (int d = 0; d < head_dim; d += 2) {
+        for (int odd = 0; odd < 2; odd++) {
+            f32 a = load(keys + (size_t)(d + odd) * kKvBlock), b = load(keys + (size_t)(d + odd) * kKvBlock + 16);
+            for (int q = 0; q < kQueries; q++) {
+                f32 x = splat(query[q][d + odd]);
+                s[q][odd][0] = fma(a, x, s[q][odd][0]);
+                s[q][odd][1] = fma(b, x, s[q][odd][1]);
+            }
         }
     }
     for (int q = 0; q < kQueries; q++)
-        for (int h = 0; h < 2; h++) store(scores + kKvBlock * q + 16 * h, mul(s[q][h], splat(scale)));
+        for (int h = 0; h < 2; h++)
+            store(scores + kKvBlock * q + 16 * h, mul(add(s[q][0][h], s[q][1][h]), splat(scale)));
 }
 
-// acc [kQueries][head_dim] = acc * correction + probabilities [kQueries][32] times values, over kVectors * 16 columns
+// rows [kQueries] = rows * correction + probabilities [kQueries][32] times values, over kVectors * 16 columns at `at`.
 template <int kQueries, int kVectors>
 static void weigh(const float* probabilities, const float* correction, const float* const* values, int positions,
-                  float* acc, int head_dim) {
+                  float* rows, int head_dim, int at) {
     f32 a[kQueries][kVectors];
+    float* to = rows + at;
+    const size_t stride = attention_row(head_dim);
     for (int q = 0; q < kQueries; q++)
-        for (int v = 0; v < kVectors; v++)
-            a[q][v] = mul(load(acc + (size_t)q * head_dim + 16 * v), splat(correction[q]));
+        for (int v = 0; v < kVectors; v++) a[q][v] = mul(load(to + q * stride + 16 * v), splat(correction[q]));
     for (int p = 0; p < positions; p++) {
         f32 row[kVectors];
-        for (int v = 0; v < kVectors; v++) row[v] = load(values[p] + 16 * v);
+        for (int v = 0; v < kVectors; v++) row[v] = load(values[p] + at + 16 * v);
         for (int q = 0; q < kQueries; q++) {
             f32 weight = splat(probabilities[kKvBlock * q + p]);
             for (int v = 0; v < kVectors; v++) a[q][v] = fma(row[v], weight, a[q][v]);
         }
     }
     for (int q = 0; q < kQueries; q++)
-        for (int v = 0; v < kVectors; v++) store(acc + (size_t)q * head_dim + 16 * v, a[q][v]);
+        for (int v = 0; v < kVectors; v++) store(to + q * stride + 16 * v, a[q][v]);
 }
 
-template <int kQueries>
-static void weigh_all(const float* probabilities, const float* correction, const float* const* values, int positions,
-                      float* acc, int head_dim) {
-    const float* at[kKvBlock];
-    int i = 0;
-    auto columns = [&](auto step, int vectors) {
-        for (; i + 16 * vectors <= head_dim; i += 16 * vectors) {
-            for (int p = 0; p < positions; p++) at[p] = values[p] + i;
-            step(acc + i);
-        }
-    };
-    columns([&](float* to) { weigh<kQueries, 4>(probabilities, correction, at, positions, to, head_dim); }, 4);
-    columns([&](float* to) { weigh<kQueries, 1>(probabilities, correction, at, positions, to, head_dim); }, 1);
-}
-
-// Calls step.template operator()<n>(first) over `count` queries, in runs of kMost and then fewer.
+// Calls step.template operator()<n>(first) over `count` queries, n at a time, n at most kMost.
 template <int kMost, class Step>
-static inline void by_runs(int count, Step step) {
-    int first = 0;
-    for (; first + kMost <= count; first += kMost) step.template operator()<kMost>(first);
+static inline void by_runs(int count, Step step, int first = 0) {
+    for (; count >= kMost; first += kMost, count -= kMost) step.template operator()<kMost>(first);
     if constexpr (kMost > 1) {
-        if (first < count)
-            by_runs<kMost / 2>(count - first, [&]<int n>(int i) { step.template operator()<n>(first + i); });
+        if (count > 0) by_runs<kMost - 1>(count, step, first);
+    }
+}
+
+constexpr int kQueryRun = kRegisterRows > 6 ? 6 : kRegisterRows;  // queries that fit in registers
+
+static inline void prefetch_rows(const AttentionItem& item, int base) {
+    const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
+    const size_t bytes = (size_t)item.head_dim * (item.is_bf16 ? 2 : 4);
+    for (int p = 0; p < positions; p++) {
+        const size_t at = (size_t)item.slots[base + p] * item.slot_stride;
+        for (size_t i = 0; i < bytes; i += 64) prefetch(item.key + at + i), prefetch(item.value + at + i);
     }
 }
 
 // Queries [begin, end) of the item over the block of positions at `base`.
-static void attend_block(const AttentionItem& item, int base, int begin, int end, Softmax* state, float* acc,
+static void attend_block(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
                          float* scratch) {
     const int count = end - begin;
-    float* keys = scratch;                                   // [head_dim][32]
-    float* values = keys + (size_t)item.head_dim * kKvBlock;  // [32][head_dim], where the pool is bf16
+    float* keys = scratch;                                      // [head_dim][32]
+    float* values = keys + (size_t)item.head_dim * kKvBlock;    // [32][head_dim], where the pool is bf16
     float* scores = values + (size_t)item.head_dim * kKvBlock;  // [count][32]
     const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
     const char* key_rows[kKvBlock];
@@ -131,53 +130,58 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
         }
     }
     gather_keys(key_rows, item.head_dim, item.is_bf16, keys);
-
-    by_runs<kRegisterRows>(count, [&]<int n>(int i) {
+    by_runs<kQueryRun>(count, [&]<int n>(int i) {
         score<n>(item.query + begin + i, keys, item.head_dim, item.scale, scores + kKvBlock * i);
     });
 
-    float correction[kQueryBlock];
+    alignas(64) float correction[kQueryBlock] = {}, larger[kQueryBlock] = {};
     for (int i = 0; i < count; i++) {
-        const int q = begin + i, first = item.first[q] - base, last = item.last[q] - base;
+        const int first = item.first[begin + i] - base, last = item.last[begin + i] - base;
         float* s = scores + kKvBlock * i;
         for (int p = 0; p < first; p++) s[p] = -INFINITY;
-        for (int p = last > 0 ? last : 0; p < kKvBlock; p++) s[p] = -INFINITY;
-        f32 a = load(s), b = load(s + 16);
-        const float before = state[q].maximum, block = largest(max(a, b));
-        const float maximum = before > block ? before : block;
-        a = exp(sub(a, splat(maximum)));
-        b = exp(sub(b, splat(maximum)));
-        store(s, a), store(s + 16, b);
-        alignas(64) float lanes[16];
-        store(lanes, exp(splat(before - maximum)));
-        correction[i] = state[q].sum == 0.0f ? 0.0f : lanes[0];
-        state[q] = {maximum, __builtin_fmaf(state[q].sum, correction[i], sum(add(a, b)))};
+        for (int p = last; p < kKvBlock; p++) s[p] = -INFINITY;
+        const float before = maxima[begin + i], block = largest(max(load(s), load(s + 16)));
+        larger[i] = before > block ? before : block;
+        correction[i] = before - larger[i];
+        maxima[begin + i] = larger[i];
     }
-    const int most = kRegisterRows >= 4 ? 4 : kRegisterRows;
-    by_runs<most>(count, [&]<int n>(int i) {
-        weigh_all<n>(scores + kKvBlock * i, correction + i, value_rows, positions,
-                     acc + (size_t)(begin + i) * item.head_dim, item.head_dim);
+    for (int i = 0; i < kQueryBlock; i += 16) store(correction + i, exp(load(correction + i)));
+    for (int i = 0; i < count; i++) {
+        float* s = scores + kKvBlock * i;
+        float* sums = rows + (size_t)(begin + i) * attention_row(item.head_dim) + item.head_dim;
+        const f32 a = exp(sub(load(s), splat(larger[i]))), b = exp(sub(load(s + 16), splat(larger[i])));
+        store(s, a), store(s + 16, b);
+        store(sums, fma(load(sums), splat(correction[i]), add(a, b)));
+    }
+    by_runs<kQueryRun>(count, [&]<int n>(int i) {
+        float* to = rows + (size_t)(begin + i) * attention_row(item.head_dim);
+        const float* s = scores + kKvBlock * i;
+        int at = 0;
+        for (; at + 64 <= item.head_dim; at += 64)
+            weigh<n, 4>(s, correction + i, value_rows, positions, to, item.head_dim, at);
+        for (; at < item.head_dim; at += 16)
+            weigh<n, 1>(s, correction + i, value_rows, positions, to, item.head_dim, at);
     });
 }
 
-static void attend(const AttentionItem& item, int first_split, int last_split, Softmax* state, float* acc,
+static void attend(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
                    void* scratch) {
-    float* partial = (float*)scratch;  // [kQueryBlock][head_dim]
-    float* rest = partial + (size_t)kQueryBlock * item.head_dim;
+    const size_t stride = attention_row(item.head_dim);
+    float* partial = (float*)scratch;
+    float* rest = partial + kQueryBlock * stride;
     for (int split = first_split; split < last_split; split++) {
-        Softmax part[kQueryBlock];
-        for (int q = 0; q < item.count; q++) part[q] = {-INFINITY, 0.0f};
-        std::memset(partial, 0, sizeof(float) * item.count * item.head_dim);
+        float part[kQueryBlock];
+        for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
+        std::memset(partial, 0, sizeof(float) * item.count * stride);
         const int end = (split + 1) * kKvSplit < item.context ? (split + 1) * kKvSplit : item.context;
         for (int base = split * kKvSplit; base < end; base += kKvBlock) {
             int q = 0, active = item.count;  // queries go by position: those that see this block are neighbours
             while (q < active && item.last[q] <= base) q++;
             while (q < active && item.first[active - 1] >= base + kKvBlock) active--;
+            if (base + kKvBlock < end) prefetch_rows(item, base + kKvBlock);
             if (q < active) attend_block(item, base, q, active, part, partial, rest);
         }
-        for (int q = 0; q < item.count; q++)
-            merge(state[q], acc + (size_t)q * item.head_dim, part[q], partial + (size_t)q * item.head_dim,
-                  item.head_dim);
+        for (int q = 0; q < item.count; q++) merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
     }
 }
 

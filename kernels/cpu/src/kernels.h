@@ -53,10 +53,9 @@ struct AttentionItem {
     bool is_bf16;
 };
 
-// Running softmax of one query: maximum, sum, and the weighted values.
-struct Softmax {
-    float maximum, sum;
-};
+// The running softmax of a query: a maximum beside a row of so many floats, the weighted values and then 16 partial
+// sums of the weights. It starts with -infinity and zeros.
+static inline int attention_row(int head_dim) { return head_dim + 16; }
 
 struct Kernels {
     const char* name;
@@ -70,10 +69,10 @@ struct Kernels {
     void (*add)(float* x, const float* y, int n);
     void (*write_kv)(const float* x, void* out, int n, bool is_bf16);
     void (*dequantise_row)(const Weight&, int row, float* out);
-    // Attends to splits [first, last) of positions; state and acc [count][head_dim] go on from what they hold.
-    void (*attend)(const AttentionItem&, int first_split, int last_split, Softmax* state, float* acc, void* scratch);
-    void (*merge)(Softmax& into, float* acc, const Softmax& other, const float* other_acc, int head_dim);
-    void (*finish)(const Softmax&, const float* acc, int head_dim, float* out);
+    // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.
+    void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);
+    void (*merge)(float& maximum, float* row, float other_maximum, const float* other, int head_dim);
+    void (*finish)(const float* row, int head_dim, float* out);
     void (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
     void (*leave)();
 };
@@ -87,7 +86,7 @@ const Kernels& kernels();  // those of this machine
 
 // Floats that `attend` needs as scratch.
 static inline size_t attention_scratch(int head_dim) {
-    return (size_t)head_dim * (kQueryBlock + 2 * kKvBlock) + (size_t)kQueryBlock * kKvBlock;
+    return (size_t)kQueryBlock * attention_row(head_dim) + 2 * (size_t)kKvBlock * head_dim + kQueryBlock * kKvBlock;
 }
 
 size_t tile_bytes(int32_t format);  // bytes of `tile_columns` columns of 16 rows

@@ -130,13 +130,13 @@ public:
             mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
             mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
             mine.attention = space.take<float>(attention_scratch(m.head_dim));
-            mine.acc = space.take<float>((size_t)kQueryBlock * m.head_dim);
+            mine.softmax = space.take<float>((size_t)kQueryBlock * attention_row(m.head_dim));
             mine.best = space.take<Best>(b.outputs);
             if (space.base != nullptr) own[t] = mine;
         }
         if (share_splits) {
-            partial_state = space.take<Softmax>((size_t)items * kQueryBlock);
-            partial_acc = space.take<float>((size_t)items * kQueryBlock * m.head_dim);
+            partial_maxima = space.take<float>((size_t)items * kQueryBlock);
+            partial_rows = space.take<float>((size_t)items * kQueryBlock * attention_row(m.head_dim));
         }
     }
 
@@ -200,7 +200,7 @@ private:
         int64_t id;
     };
     struct Own {  // one thread's memory
-        float *tile, *gate, *up, *row, *attention, *acc;
+        float *tile, *gate, *up, *row, *attention, *softmax;
         Activations hidden_in, attended_in;
         Best* best;
     };
@@ -364,14 +364,15 @@ private:
         const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
         const int split = local % splits, kv_head = local / splits % m.kv_heads, block = local / splits / m.kv_heads;
         const AttentionItem item = item_of(s, layer, l, block, kv_head);
-        Softmax state[kQueryBlock];
-        Softmax* states = share_splits ? partial_state + (size_t)index * kQueryBlock : state;
-        float* acc = share_splits ? partial_acc + (size_t)index * kQueryBlock * m.head_dim : mine.acc;
-        for (int q = 0; q < item.count; q++) states[q] = {-INFINITY, 0.0f};
-        std::memset(acc, 0, sizeof(float) * item.count * m.head_dim);
-        if (share_splits) return k.attend(item, split, split + 1, states, acc, mine.attention);
-        k.attend(item, item.first[0] / kKvSplit, s.splits, states, acc, mine.attention);
-        for (int q = 0; q < item.count; q++) k.finish(state[q], acc + (size_t)q * m.head_dim, m.head_dim, item.out[q]);
+        const size_t stride = attention_row(m.head_dim);
+        float own_maxima[kQueryBlock];
+        float* maxima = share_splits ? partial_maxima + (size_t)index * kQueryBlock : own_maxima;
+        float* rows = share_splits ? partial_rows + (size_t)index * kQueryBlock * stride : mine.softmax;
+        for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
+        std::memset(rows, 0, sizeof(float) * item.count * stride);
+        if (share_splits) return k.attend(item, split, split + 1, maxima, rows, mine.attention);
+        k.attend(item, item.first[0] / kKvSplit, s.splits, maxima, rows, mine.attention);
+        for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, m.head_dim, item.out[q]);
     }
 
     void merge_splits(const Member& member, const Layer& layer, int l) {
@@ -382,16 +383,16 @@ private:
                 if (claimed++ % member.threads != member.index) continue;
                 const AttentionItem item = item_of(s, layer, l, i / m.kv_heads, i % m.kv_heads);
                 const size_t base = (size_t)(s.first_item + i * s.splits) * kQueryBlock;
-                float* acc = own[member.index].acc;
+                const size_t stride = attention_row(m.head_dim);
+                float* row = own[member.index].softmax;
                 for (int q = 0; q < item.count; q++) {
-                    Softmax state{-INFINITY, 0.0f};
-                    std::memset(acc, 0, sizeof(float) * m.head_dim);
+                    float maximum = -INFINITY;
+                    std::memset(row, 0, sizeof(float) * stride);
                     for (int split = 0; split < s.splits; split++) {
-                        const size_t at = base + (size_t)split * kQueryBlock;
-                        k.merge(state, acc, partial_state[at + q], partial_acc + at * m.head_dim + (size_t)q * m.head_dim,
-                                m.head_dim);
+                        const size_t at = base + (size_t)split * kQueryBlock + q;
+                        k.merge(maximum, row, partial_maxima[at], partial_rows + at * stride, m.head_dim);
                     }
-                    k.finish(state, acc, m.head_dim, item.out[q]);
+                    k.finish(row, m.head_dim, item.out[q]);
                 }
             }
         }
@@ -480,12 +481,11 @@ private:
     Needs hidden_needs, attended_needs, inner_needs;
     bool share_splits = false;
     int items = 0;
-    float *x, *qkv, *attended, *added, *partial_acc;
+    float *x, *qkv, *attended, *added, *partial_maxima, *partial_rows;
     Activations hidden_in, attended_in, inner_in;
     Sequence* sequences;
     std::atomic<int>* claims;
     Own* own;
-    Softmax* partial_state;
 };
 
 // Lays the job out twice, to measure and for good, then runs it. Job: lay_out(Workspace&), fill(), run(member).

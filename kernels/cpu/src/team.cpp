@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int kSpins = 4000;  // a few tens of microseconds: longer than a barrier takes, shorter than a time slice
+constexpr int kSpins = 400;  // about 25 microseconds: longer than a barrier takes, shorter than a time slice
 constexpr int kMostThreads = 256;
 
 inline void relax() {
