@@ -98,15 +98,22 @@ void read_block(int32_t format, const uint8_t* p, Block& b) {
     }
 }
 
-void write_value(uint8_t* lines, int bits, int lane, int column, uint8_t value) {
-    const int line = column / 4, byte = 4 * lane + column % 4;
+// One row's 32 values into the lines of a group, 4 columns at a time.
+void write_group(uint8_t* lines, int bits, int lane, const uint8_t* values) {
+    uint32_t v[8], high[2] = {0, 0};
+    std::memcpy(v, values, 32);
+    auto put = [&](int line, uint32_t bytes) { std::memcpy(lines + 64 * line + 4 * lane, &bytes, 4); };
     if (bits == 8) {
-        lines[64 * line + byte] = value;
+        for (int line = 0; line < 8; line++) put(line, v[line]);
         return;
     }
-    lines[64 * (line % 4) + byte] |= (uint8_t)((value & 15) << (line / 4 * 4));
-    if (bits == 5) lines[256 + byte] |= (uint8_t)((value >> 4) << line);
-    if (bits == 6) lines[256 + 64 * (line / 4) + byte] |= (uint8_t)((value >> 4) << (2 * (line % 4)));
+    for (int line = 0; line < 4; line++) put(line, (v[line] & 0x0f0f0f0f) | ((v[line + 4] & 0x0f0f0f0f) << 4));
+    for (int line = 0; line < 8; line++) {
+        const uint32_t rest = (v[line] >> 4) & (bits == 5 ? 0x01010101 : 0x03030303);
+        if (bits == 5) high[0] |= rest << line;
+        if (bits == 6) high[line / 4] |= rest << (2 * (line % 4));
+    }
+    for (int h = 0; h < bits - 4; h++) put(4 + h, high[h]);
 }
 
 void write_scales(uint8_t* tail, int32_t format, int lane, const Block& b) {
@@ -150,8 +157,7 @@ void pack(int32_t format, int rows, int columns, const uint8_t* file, uint8_t* o
             }
             Block block = {};
             read_block(format, from, block);
-            for (int c = 0; c < s.columns; c++)
-                write_value(to + c / 32 * s.line_bytes, s.bits, lane, c % 32, block.values[c]);
+            for (int g = 0; g < s.groups; g++) write_group(to + g * s.line_bytes, s.bits, lane, block.values + 32 * g);
             write_scales(to + s.groups * s.line_bytes, format, lane, block);
         }
     }
