@@ -44,16 +44,14 @@ def paged_attention(
     The last dimension of every tensor is contiguous. A result is in query's dtype.
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[1]
-    out = query.new_empty(num_tokens, num_heads, v_head_dim)
+    latent = value_cache is None
     values = key_cache if value_cache is None else value_cache
-    strides = (*query.stride()[:2], *key_cache.stride()[:2], *values.stride()[:2])
     sizes = constants(
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=key_cache.shape[1],
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        latent=value_cache is None,
+        latent=latent,
         dtype=query.dtype,
         blocks=blocks,
         causal=causal,
@@ -62,28 +60,60 @@ def paged_attention(
     )
     options = launch_options(blocks)
     score_scale = scale * k_scale * LOG2_E.value
-    value_scale = k_scale if value_cache is None else v_scale
-
+    value_scale = k_scale if latent else v_scale
+    out = query.new_empty(num_tokens, num_heads, v_head_dim)
     if len(tiling.whole_tiles):
-        extend_kernel[(len(tiling.whole_tiles), num_kv_heads)](
+        extend_kernel[(len(tiling.whole_tiles), key_cache.shape[1])](
             query, key_cache, values, out, slot_table, tiling.sequences, tiling.whole_tiles,
-            *strides, *out.stride()[:2], slot_table.stride(0), score_scale, value_scale,
-            **_taken_by(extend_kernel, sizes), **options,
+            *query.stride()[:2], *key_cache.stride()[:2], *values.stride()[:2], *out.stride()[:2],
+            slot_table.stride(0), score_scale, value_scale, **_taken_by(extend_kernel, sizes), **options,
         )  # fmt: skip
     if len(tiling.split_tiles):
-        totals = query.new_empty(tiling.num_partials, v_head_dim, dtype=torch.float32)
-        peaks = query.new_empty(tiling.num_partials, 2, dtype=torch.float32)
-        split_kernel[(len(tiling.split_tiles), num_kv_heads, tiling.num_splits)](
-            query, key_cache, values, totals, peaks, slot_table, tiling.sequences, tiling.split_tiles,
-            *strides, slot_table.stride(0), score_scale,
-            **_taken_by(split_kernel, sizes), **options,
-        )  # fmt: skip
-        merge_kernel[(len(tiling.split_tokens), num_heads)](
-            totals, peaks, out, tiling.sequences, tiling.split_tokens,
-            *out.stride()[:2], value_scale,
-            **_taken_by(merge_kernel, sizes), **options,
-        )  # fmt: skip
+        totals, peaks = attend_splits(
+            query, key_cache, values, slot_table, tiling, score_scale, sizes, options
+        )
+        merge_splits(totals, peaks, out, tiling, value_scale, sizes, options)
     return out
+
+
+def attend_splits(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_table: torch.Tensor,
+    tiling: Tiling,
+    score_scale: float,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results of the split sequences: sums [P, v_head_dim], and [P, 2] of peak and weight, float32.
+
+    A sum is over exp2(score - peak) times value, a weight over exp2(score - peak). Those that no row sees are unset.
+    """
+    totals = query.new_empty(tiling.num_partials, sizes["V_DIM"], dtype=torch.float32)
+    peaks = query.new_empty(tiling.num_partials, 2, dtype=torch.float32)
+    split_kernel[(len(tiling.split_tiles), key_cache.shape[1], tiling.num_splits)](
+        query, key_cache, value_cache, totals, peaks, slot_table, tiling.sequences, tiling.split_tiles,
+        *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2], slot_table.stride(0),
+        score_scale, **_taken_by(split_kernel, sizes), **options,
+    )  # fmt: skip
+    return totals, peaks
+
+
+def merge_splits(
+    totals: torch.Tensor,
+    peaks: torch.Tensor,
+    out: torch.Tensor,
+    tiling: Tiling,
+    value_scale: float,
+    sizes: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """What `attend_splits` gave, to the rows of `out` [T, num_heads, v_head_dim] that are split."""
+    merge_kernel[(len(tiling.split_tokens), out.shape[1])](
+        totals, peaks, out, tiling.sequences, tiling.split_tokens, *out.stride()[:2], value_scale,
+        **_taken_by(merge_kernel, sizes), **options,
+    )  # fmt: skip
 
 
 def constants(

@@ -39,10 +39,10 @@ def _tile_rows(
     token = row // GROUP
     valid = token < query_len
     position = context_len - query_len + token
-    first = tl.zeros_like(position)
+    first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0)
-    last = tl.zeros_like(position) + context_len - 1
+    last = first * 0 + context_len - 1
     if CAUSAL:
         last = position
     first = tl.where(valid, first, context_len)
@@ -96,9 +96,9 @@ def _attend(
 
     Scores are in units of log 2. `begin` is a multiple of KEYS; `first` and `last` bound what each row sees.
     """
-    total = tl.zeros([ROWS, V_BLOCK], dtype=tl.float32)
+    total = tl.full([ROWS, V_BLOCK], 0.0, dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    weight = tl.zeros([ROWS], dtype=tl.float32)
+    weight = tl.full([ROWS], 0.0, dtype=tl.float32)
     main = tl.arange(0, MAIN_BLOCK)
     v_dim = tl.arange(0, V_BLOCK)
     for start in range(begin, end, KEYS):
@@ -193,9 +193,9 @@ def extend_kernel(
     slots = slot_table + tl.load(sequence + 3).to(tl.int64) * table_stride
     begin = tl.min(first, 0) // KEYS * KEYS
     end = tl.max(last, 0) + 1
-    total = tl.zeros([ROWS, V_BLOCK], dtype=tl.float32)
+    total = tl.full([ROWS, V_BLOCK], 0.0, dtype=tl.float32)
     peak = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    weight = tl.zeros([ROWS], dtype=tl.float32)
+    weight = tl.full([ROWS], 0.0, dtype=tl.float32)
     for split in range(begin // SPLIT * SPLIT, end, SPLIT):
         part, part_peak, part_weight = _attend(
             q_main.to(DOT),
@@ -361,7 +361,7 @@ def merge_kernel(
     num_splits = (context_len + SPLIT - 1) // SPLIT
     partial = tl.load(sequence + 4).to(tl.int64) + (row_token * NUM_HEADS + head) * num_splits
     v_dim = tl.arange(0, V_BLOCK)
-    total = tl.zeros([V_BLOCK], dtype=tl.float32)
+    total = tl.full([V_BLOCK], 0.0, dtype=tl.float32)
     peak = float("-inf")
     weight = 0.0
     for split in range(first // SPLIT, last // SPLIT + 1):
