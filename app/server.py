@@ -14,6 +14,7 @@ import uvicorn
 from app.application import build, create_app
 from app.lifecycle import Lifecycle
 from app.settings import ServerSettings, SettingsError
+from containers.application import ApplicationContainer
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,11 @@ class Server(uvicorn.Server):
 def serve(settings: ServerSettings) -> int:
     """Serve until a signal or a failure; returns the exit code. Raises SettingsError for what cannot be served."""
     configure_logging(settings.log_level)
-    container = build(settings)
+    return run(build(settings), settings)
+
+
+def run(container: ApplicationContainer, settings: ServerSettings) -> int:
+    """Serve what is wired already, as `serve` does. For the main thread: it handles signals."""
     lifecycle = Lifecycle(container.startup(), container.engine)
     config = uvicorn.Config(
         create_app(container, lifecycle, settings),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from anyio.from_thread import start_blocking_portal
 from rich.console import Console
@@ -26,7 +26,7 @@ from engine.errors import InvalidRequest
 from engine.request import OutputEvent, Request
 from engine.tokenizer import Tokenizer
 
-FAILED = 1
+FAILED, INTERRUPTED = 1, 130
 _RESET = "/reset"
 
 
@@ -81,12 +81,22 @@ def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Se
 def generate(settings: EngineSettings, sampling: SamplingSettings, prompt: str, stats: bool) -> int:
     """Continue `prompt` on stdout; returns the exit code. Raises SettingsError."""
     with running(settings, sampling) as session:
-        try:
-            answer = show(session.answer(session.tokenizer.encode(prompt)), print_piece)
-        except InvalidRequest as error:
-            raise SettingsError(f"the prompt: {error}") from error
-    print()
-    return close(answer, stats)
+        return complete(session, prompt, stats, sys.stdout)
+
+
+def complete(session: Session, prompt: str, stats: bool, out: TextIO) -> int:
+    """Continue `prompt` on `out`; returns the exit code. Raises SettingsError for a prompt that does not fit."""
+
+    def write(text: str) -> None:
+        out.write(text)
+        out.flush()
+
+    try:
+        answer = show(session.answer(session.tokenizer.encode(prompt)), write)
+    except InvalidRequest as error:
+        raise SettingsError(f"the prompt: {error}") from error
+    out.write("\n")
+    return close(answer, stats) or (0 if answer.last is not None else INTERRUPTED)
 
 
 def chat(settings: EngineSettings, sampling: SamplingSettings, system: str | None, stats: bool) -> int:
@@ -160,11 +170,6 @@ def show(events: Generator[OutputEvent, None, None], write: Callable[[str], obje
                 write(event.text)
             answer.last = event if event.finish_reason is not None else None
     return answer
-
-
-def print_piece(text: str) -> None:
-    """To stdout, at once."""
-    print(text, end="", flush=True)
 
 
 def close(answer: Answer, stats: bool) -> int:

@@ -1,0 +1,87 @@
+"""What the app adds to the routes: the bearer token, and what is checked before a socket listens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from app.application import BearerAuth, build
+from app.settings import EngineSettings, SettingsError
+from tests.tiny_model import CONTEXT_LEN, save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def client() -> TestClient:
+    async def answer(_request: Request) -> Response:
+        return PlainTextResponse("in")
+
+    routes = [Route(path, answer) for path in ("/v1/models", "/health", "/health/live", "/health/ready")]
+    return TestClient(Starlette(routes=routes, middleware=[Middleware(BearerAuth, "hush")]))
+
+
+@pytest.mark.parametrize("given", [None, "hush", "Bearer", "Bearer loud", "Bearer hush!", "Bearer h\xfcsh"])
+def test_without_the_key_nobody_comes_in(client: TestClient, given: str | None) -> None:
+    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+    answer = client.get("/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_key_they_do(client: TestClient) -> None:
+    assert client.get("/v1/models", headers={"Authorization": "Bearer hush"}).text == "in"
+
+
+@pytest.mark.parametrize("probe", ["/health", "/health/live", "/health/ready"])
+def test_probes_need_no_key(client: TestClient, probe: str) -> None:
+    assert client.get(probe).text == "in"
+
+
+def unusable(**settings: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        build(EngineSettings(**settings))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_a_context_longer_than_the_models_is_refused(model: str) -> None:
+    message = unusable(model=model, context_length=CONTEXT_LEN + 1)
+    assert f"--context-length {CONTEXT_LEN + 1}" in message
+    assert str(CONTEXT_LEN) in message
+
+
+@pytest.mark.parametrize(
+    "flag", ["attention-backend", "prefill-attention-backend", "decode-attention-backend"]
+)
+def test_an_unknown_attention_backend_is_refused(model: str, flag: str) -> None:
+    message = unusable(model=model, **{flag.replace("-", "_"): "psychic"})
+    assert f"--{flag} psychic" in message
+    assert "torch_native" in message
+
+
+def test_a_device_that_is_not_one_is_refused(model: str) -> None:
+    assert "abacus" in unusable(model=model, device="abacus")
+
+
+def test_a_model_without_a_tokenizer_is_refused(model: str, tmp_path: Path) -> None:
+    for file in Path(model).iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert "tokenizer.json" in unusable(model=str(tmp_path))
+
+
+def test_a_broken_chat_template_is_refused(model: str, tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for m in messages %}")
+    assert "broken.jinja" in unusable(model=model, chat_template=str(template))

@@ -1,0 +1,197 @@
+"""The `tandem` command: its help, its errors, and the commands that need no server."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from app.cli import main
+from app.sampling_settings import SamplingSettings
+from app.settings import EngineSettings, ServerSettings
+from app.terminal import Session, complete, talk
+from app.version import version
+from tests.engine.fakes import CountingWorker, LetterTokenizer, letters, running_engine
+from tests.tiny_model import save_tiny_model
+
+FLAGS = {
+    "serve": (ServerSettings,),
+    "generate": (EngineSettings, SamplingSettings),
+    "chat": (EngineSettings, SamplingSettings),
+}
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_help_lists_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    flags = ["--" + field.name.replace("_", "-") for schema in FLAGS[command] for field in fields(schema)]
+    assert [flag for flag in flags if flag not in words] == []
+
+
+def test_help_is_quick_because_it_loads_nothing_heavy() -> None:
+    script = "import sys; from app.cli import main; main(['serve', '--help']); print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(result.stderr.split())
+    assert loaded & {"torch", "tokenizers", "transformers", "uvicorn", "dependency_injector"} == set()
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == version()
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["serve", "--prot", "1"], "--port"),
+        (["srve"], "serve"),
+        (["generate"], "PROMPT"),
+        (["generate", "hi", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
+        (["chat", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
+        (["serve", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
+        (["generate", "hi", "--temperature", "-1"], "--temperature"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_line_with_exit_code_2(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tandem: error: ")
+    assert part in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--max-total-tokens", "256"]
+
+
+def test_generate_prints_the_continuation(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "abc", *model, "--max-tokens", "8", "--ignore-eos", "--seed", "1"]
+    texts = []
+    for more in ([], ["--speculative-algorithm", "none", "--stats"]):
+        assert main([*argv, *more]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert ("8 tokens" in captured.err) == ("--stats" in more)
+    assert texts[0] == texts[1]
+    assert texts[0].strip()
+
+
+def test_generate_refuses_a_prompt_that_does_not_fit(
+    model: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a" * 256, *model]) == 2
+    assert "256" in capsys.readouterr().err
+
+
+class ChatTokenizer(LetterTokenizer):
+    """A chat is its messages' letters, one after another."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return letters("".join(letter for letter in text if letter.isalpha()))
+
+    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> str:
+        self.seen = [(message["role"], message["content"]) for message in messages]
+        return "".join(message["content"] for message in messages)
+
+
+class Screen(io.StringIO):
+    """A terminal at which somebody hits Ctrl-C once they have seen `enough`."""
+
+    def __init__(self, enough: str | None = None) -> None:
+        super().__init__()
+        self._enough = enough
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._enough is not None and text == self._enough:
+            self._enough = None
+            raise KeyboardInterrupt
+        return written
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Whose engine goes on with the alphabet, four letters an answer."""
+    with running_engine(CountingWorker()) as engine:
+        yield Session(engine, ChatTokenizer(), SamplingSettings(max_tokens=4))
+
+
+def hold_talk(
+    session: Session, lines: Sequence[str | type[BaseException]], screen: Screen, **options: Any
+) -> int:
+    entered = iter([*lines, EOFError])
+
+    def read(_prompt: str) -> str:
+        line = next(entered)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    options = {"system": None, "stats": False, **options}
+    return talk(session, Console(file=screen, width=200), read, **options)
+
+
+def test_chat_answers_knowing_what_was_said(session: Session) -> None:
+    screen = Screen()
+    assert hold_talk(session, ["abc", "  ", "x"], screen, system="s") == 0
+    assert "defg\n" in screen.getvalue()
+    assert "yzab\n" in screen.getvalue()
+    assert session.tokenizer.seen == [
+        ("system", "s"),
+        ("user", "abc"),
+        ("assistant", "defg"),
+        ("user", "x"),
+    ]
+
+
+def test_reset_forgets_all_but_the_system_message(session: Session) -> None:
+    hold_talk(session, ["abc", "/reset", "x"], Screen(), system="s")
+    assert session.tokenizer.seen == [("system", "s"), ("user", "x")]
+
+
+def test_ctrl_c_ends_an_answer_and_what_was_shown_of_it_stands(session: Session) -> None:
+    hold_talk(session, ["abc", "x"], Screen(enough="e"))
+    assert session.tokenizer.seen == [("user", "abc"), ("assistant", "de"), ("user", "x")]
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave(session: Session) -> None:
+    hold_talk(session, [KeyboardInterrupt, "abc"], Screen())
+    assert session.tokenizer.seen == [("user", "abc")]
+
+
+def test_a_talk_that_has_become_too_long_goes_on_after_a_reset(session: Session) -> None:
+    screen = Screen()
+    assert hold_talk(session, ["a" * 128, "abc"], screen) == 0
+    assert "/reset" in screen.getvalue()
+    assert session.tokenizer.seen == [("user", "abc")]
+
+
+def test_stats_are_told_on_stderr(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    hold_talk(session, ["abc"], Screen(), stats=True)
+    assert "4 tokens" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_generate_with_what_there_is(session: Session) -> None:
+    screen = Screen(enough="e")
+    assert complete(session, "abc", False, screen) == 130
+    assert screen.getvalue() == "de\n"
+
+
+def test_a_request_that_fails_is_told_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with running_engine(CountingWorker(fail_on=lambda request: "the logits are not numbers")) as engine:
+        session = Session(engine, ChatTokenizer(), SamplingSettings(max_tokens=4))
+        assert complete(session, "abc", False, Screen()) == 1
+        assert hold_talk(session, ["abc"], Screen()) == 1
+    assert capsys.readouterr().err.count("the logits are not numbers") == 2

@@ -1,0 +1,234 @@
+"""`tandem serve` as a process: what it says, when it listens, how it drains, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app.server import listen, run
+from app.settings import ServerSettings, SettingsError
+from containers.application import ApplicationContainer
+from engine.plain_worker import PlainWorker
+from engine.worker import SequenceStep, StepOutput
+from tests.tiny_model import save_tiny_model
+
+COMMAND = [sys.executable, "-m", "app.cli", "serve"]
+FLAGS = [
+    "--port",
+    "0",
+    "--dtype",
+    "float32",
+    "--device",
+    "cpu",
+    "--threads",
+    "1",
+    "--max-total-tokens",
+    "32768",
+]
+DEADLINE = 120  # seconds, for what takes a few
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+class Process:
+    """A server that listens. `log` is its stderr so far, the line with its address included."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
+        self.log = ""
+        address = None
+        while address is None:
+            line = self._stderr().readline()
+            assert line, f"it never listened:\n{self.log}"
+            self.log += line
+            address = re.search(r"listening on (http://\S+)", line)
+        self.client = httpx.Client(base_url=address[1], timeout=DEADLINE)
+
+    def _stderr(self):  # type: ignore[no-untyped-def]
+        assert self.popen.stderr is not None
+        return self.popen.stderr
+
+    def status(self, path: str = "/health/ready") -> int:
+        return self.client.get(path).status_code
+
+    def wait_until(self, status: int, path: str = "/health/ready") -> None:
+        end = time.monotonic() + DEADLINE
+        while self.status(path) != status:
+            assert self.popen.poll() is None and time.monotonic() < end, self.log
+            time.sleep(0.02)
+
+    def exit_code(self) -> int:
+        """Wait for the end, and read what is left of the log."""
+        code = self.popen.wait(DEADLINE)
+        self.log += self._stderr().read()
+        return code
+
+    @contextmanager
+    def stream(self, max_tokens: int) -> Iterator[Iterator[str]]:
+        """The data lines of a streamed completion, the first of which has come already."""
+        body = {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            next(lines)
+            yield lines
+
+
+def wait_until_ready(client: httpx.Client) -> None:
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        with suppress(httpx.ConnectError):
+            if client.get("/health").status_code == 200:
+                return
+        time.sleep(0.02)
+    pytest.fail("it never became ready")
+
+
+@contextmanager
+def serving(*argv: str, command: list[str] = COMMAND, **environ: str) -> Iterator[Process]:
+    popen = subprocess.Popen(
+        [*command, *argv], stderr=subprocess.PIPE, text=True, env={**os.environ, **environ}
+    )
+    try:
+        process = Process(popen)
+        with process.client:
+            yield process
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+def refused(*argv: str) -> str:
+    """Run a server that must not come up; returns the one line that it says."""
+    result = subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=DEADLINE)
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    *log, line = result.stderr.splitlines()
+    assert "Traceback" not in result.stderr
+    assert not any("listening" in entry for entry in log)
+    return line
+
+
+def test_it_serves_drains_and_exits_with_0(model: Path) -> None:
+    with serving(*FLAGS, "--model", str(model), "--served-model-name", "gibberish") as server:
+        assert server.status("/health/live") == 200
+        server.wait_until(200)
+        assert server.client.get("/v1/models").json()["data"][0]["id"] == "gibberish"
+        info = server.client.get("/server_info").json()
+        assert (info["stage"], info["workers"]["draft"]) == ("ready", None)
+        target = info["workers"]["target"]
+        assert target["slots"] == {"total": 32768, "free": 32768, "evictable": 0}
+        assert (target["stage"], target["dtype"]) == ("ready", "float32")
+
+        with server.stream(max_tokens=1500) as lines:
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_until(503)
+            assert server.client.get("/health").json()["stage"] == "draining"
+            assert server.status("/health/live") == 200
+            late = server.client.post("/v1/completions", json={"prompt": "abc"})
+            assert late.status_code == 503
+            *_, last, done = lines
+        assert done == "[DONE]"
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length"
+        assert server.exit_code() == 0
+
+
+def test_a_second_signal_forces(model: Path) -> None:
+    with serving(*FLAGS, "--model", str(model)) as server:
+        server.wait_until(200)
+        with server.stream(max_tokens=30000) as lines:
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_until(503)
+            server.popen.send_signal(signal.SIGINT)
+            assert "shutting down" in list(lines)[-1]
+        assert server.exit_code() == 1
+
+
+def test_what_does_not_finish_within_the_drain_timeout_is_aborted(model: Path) -> None:
+    with serving(*FLAGS, "--model", str(model), "--drain-timeout", "0.2") as server:
+        server.wait_until(200)
+        with server.stream(max_tokens=30000) as lines:
+            server.popen.send_signal(signal.SIGTERM)
+            assert "shutting down" in list(lines)[-1]
+        assert server.exit_code() == 1
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    assert "nowhere.gguf" in refused("--port", "0", "--model", str(tmp_path / "nowhere.gguf"))
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"port {port}: .*--port"):
+            listen("127.0.0.1", port)
+
+
+def test_a_decode_loop_that_dies_answers_everyone_and_ends_the_process(model: Path) -> None:
+    class Faulty(PlainWorker):
+        def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
+            raise RuntimeError("the accelerator is on fire")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = ServerSettings(model=str(model), dtype="float32", device="cpu", max_total_tokens=64, port=port)
+    container = ApplicationContainer(settings=settings)
+    container.worker.override(Faulty(container.target.runner(), frozenset()))
+    answers = []
+
+    def ask() -> None:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
+            wait_until_ready(client)
+            answers.append(client.post("/v1/completions", json={"prompt": "abc"}))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert run(container, settings) == 1
+    thread.join(DEADLINE)
+    assert answers[0].status_code == 500
+    assert "on fire" in answers[0].json()["error"]["message"]
+
+
+def test_what_only_loading_shows_ends_it_the_same_way(model: Path, tmp_path: Path) -> None:
+    """A tensor of the wrong shape: every header is sound."""
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+    with serving(*FLAGS, "--model", str(tmp_path)) as server:
+        assert server.exit_code() == 2
+    assert server.log.splitlines()[-1].startswith("tandem: error: start-up failed at runner")
+    assert "Traceback" not in server.log
+
+
+def test_plain_uvicorn_serves_the_app_with_settings_from_the_environment(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        os.set_inheritable(listener.fileno(), True)
+        command = [sys.executable, "-m", "uvicorn", "app.asgi:app", "--fd", str(listener.fileno())]
+        environ = {"TANDEM_MODEL": str(model), "TANDEM_MAX_TOTAL_TOKENS": "64", "TANDEM_DTYPE": "float32"}
+        popen = subprocess.Popen(command, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=DEADLINE) as client:
+            wait_until_ready(client)
+            answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+            assert answer.status_code == 200
+    finally:
+        popen.terminate()
+        popen.wait(DEADLINE)
