@@ -11,6 +11,8 @@ from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVLayout, KVPool
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -36,6 +38,7 @@ class Streams:
         dtype: torch.dtype = torch.float32,
         pool_dtype: torch.dtype | None = None,
         seed: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         """The tokens are those of `seed` and depend on nothing else; where they lie in the pool is drawn anew."""
         self.layer = layer
@@ -43,7 +46,7 @@ class Streams:
         contents = torch.Generator().manual_seed(seed)
 
         def draw(heads: int, dim: int) -> list[torch.Tensor]:
-            return [torch.randn(n, heads, dim, generator=contents).to(dtype) for n in self.lengths]
+            return [torch.randn(n, heads, dim, generator=contents).to(device, dtype) for n in self.lengths]
 
         self.query = draw(layer.num_heads, layer.head_dim)
         self.key = draw(layer.num_kv_heads, layer.head_dim)
@@ -52,11 +55,11 @@ class Streams:
             layer.layer_id + 1, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, pool_dtype or dtype
         )
         width = max(self.lengths)
-        self.pool = KVPool(layout, len(self.lengths) * width + 7, torch.device("cpu"))
+        self.pool = KVPool(layout, len(self.lengths) * width + 7, device)
         self.pool.key.normal_(std=100.0)
         self.pool.value.normal_(std=100.0)
         slots = torch.randperm(self.pool.num_slots)[: len(self.lengths) * width]
-        self.slot_table = slots.view(-1, width).int()
+        self.slot_table = slots.view(-1, width).int().to(device)
         self.done = [0] * len(self.lengths)
 
     def batch(
@@ -68,17 +71,17 @@ class Streams:
     ) -> ForwardBatch:
         """A pass over the next `counts[s]` tokens of each sequence s, in the order given."""
         spans = {s: slice(self.done[s], self.done[s] + count) for s, count in counts.items()}
-        total = sum(counts.values())
+        total, device = sum(counts.values()), self.slot_table.device
         return ForwardBatch(
             mode=mode,
-            input_ids=torch.zeros(total, dtype=torch.int64),
-            positions=torch.cat([torch.arange(span.start, span.stop) for span in spans.values()]),
+            input_ids=torch.zeros(total, dtype=torch.int64, device=device),
+            positions=torch.cat([torch.arange(span.start, span.stop) for span in spans.values()]).to(device),
             out_slots=torch.cat([self.slot_table[s, span].long() for s, span in spans.items()]),
             query_lens=tuple(counts.values()),
             context_lens=tuple(span.stop for span in spans.values()),
             slot_table=self.slot_table,
             table_rows=tuple(counts),
-            logits_rows=torch.arange(total),
+            logits_rows=torch.arange(total, device=device),
             kv_pool=self.pool,
             causal=causal,
             num_prompt_rows=num_prompt_rows,
@@ -132,7 +135,9 @@ class Streams:
         scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scale
         if layer.logit_softcap is not None:
             scores = layer.logit_softcap * torch.tanh(scores / layer.logit_softcap)
-        distance = torch.arange(start, stop)[:, None] - torch.arange(stop)[None, :]
+        distance = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(
+            stop, device=query.device
+        )
         seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if layer.sliding_window is not None:
             seen &= distance < layer.sliding_window
