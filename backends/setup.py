@@ -174,6 +174,14 @@ def build_attention_backends(
     )
     if role == "target":
         platform.after_backends_built(device, backends)
+    if resolved.decode != resolved.prefill and options.speculative_attention_mode == "prefill":
+        logger.warning(
+            "%s worker: blocks are verified on %r and decoded on %r, so a speculated text may part from a plain "
+            "one by rounding; speculative attention mode 'decode' keeps them equal",
+            role,
+            resolved.prefill,
+            resolved.decode,
+        )
     for backend in backends.reachable():
         backend.stamp(resolved.prefill, resolved.decode, options.speculative_attention_mode)
     return backends

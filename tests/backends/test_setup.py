@@ -181,6 +181,23 @@ def test_different_names_make_a_hybrid_which_is_wrapped_once_as_a_whole() -> Non
     assert [half.given_name for half in wrapper.inner.children()] == ["one", "two"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, True),
+        ({"speculative_attention_mode": "decode"}, False),
+        ({"decode_attention_backend": "one"}, False),
+    ],
+)
+def test_start_up_says_where_verify_and_decode_run_different_backends(
+    changes: dict[str, str], warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = AttentionOptions(prefill_attention_backend="one", decode_attention_backend="two")
+    with caplog.at_level(logging.WARNING):
+        build(msgspec.structs.replace(options, **changes))
+    assert ("verified on 'one' and decoded on 'two'" in caplog.text) == warned
+
+
 @given(first=some_options, second=some_options, both=st.permutations(["target", "draft"]))
 def test_workers_share_neither_backends_nor_workspaces(
     first: AttentionOptions, second: AttentionOptions, both: list[Role]
