@@ -15,7 +15,7 @@ import torch
 from command import print_row, run
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from in_process import InProcess, sources, tandem
+from in_process import InProcess, same_tokens, sources, tandem
 from prompts import Prompt, PromptOptions
 from timing import Timing
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -83,10 +83,16 @@ def compare_transformers(
         measure(engine, references, names, engine.encode(["Hello"]), 4)  # the first steps are slow
         print_row(("prompt", "engine", "TTFT ms", "tokens/s", "same tokens"), _WIDTHS)
         for number, prompt in enumerate(prompts):
+            prompt_ids = engine.encode(prompt.turns[:1])
+            if len(prompt_ids) + max_tokens > engine.max_context_len:
+                print(f"prompt {prompt.id}: skipped, it does not fit in the context", flush=True)
+                continue
             order = names[number % len(names) :] + names[: number % len(names)]
-            row = measure(engine, references, order, engine.encode(prompt.turns[:1]), max_tokens)
+            row = measure(engine, references, order, prompt_ids, max_tokens)
             runs.append(row)
             _print(prompt, row, names)
+    if not runs:
+        raise ValueError(f"{options.prompts}: no prompt fits in the context")
     summary = summarise(runs, list(references)) | {"threads": torch.get_num_threads()}
     for name, ratios in summary["against"].items():
         print(
@@ -113,7 +119,12 @@ def load_references(settings: EngineSettings, dtypes: Sequence[ReferenceDtype]) 
 def load_reference(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model of `files` in transformers, a GGUF file's weights dequantised, with no token that ends a text."""
     if files.kind == "gguf":
-        config = AutoConfig.from_pretrained(str(files.path.parent), gguf_file=files.path.name)
+        config = AutoConfig.from_pretrained(
+            files.path.parent,
+            gguf_file=files.path.name,
+            vocab_size=files.config.vocab_size,  # these two transformers does not read in every file
+            head_dim=files.config.head_dim,
+        )
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         source = GGUFSource(files.path)
         weights = {name: source.tensor(name) for name in source.names()}
@@ -149,7 +160,7 @@ def generate(model: PreTrainedModel, prompt_ids: list[int], max_tokens: int) -> 
     inputs = torch.tensor([prompt_ids], device=model.device)
     streamer = ArrivalTimes()
     start = time.perf_counter()
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]  # typed as any attribute of a module
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, streamer=streamer
     )
     token_ids = tuple(output[0, len(prompt_ids) :].tolist())
@@ -182,12 +193,6 @@ def summarise(runs: Sequence[dict[str, Run]], references: Sequence[str]) -> dict
         },
         "prompts": len(runs),
     }
-
-
-def same_tokens(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts have in common before the first one that differs."""
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def _print(prompt: Prompt, row: dict[str, Run], names: Sequence[str]) -> None:

@@ -35,9 +35,10 @@ class Answer:
 class InProcess:
     """A running engine."""
 
-    def __init__(self, engine: EnginePort, tokenizer: TokenizerPort) -> None:
+    def __init__(self, engine: EnginePort, tokenizer: TokenizerPort, max_context_len: int) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self.max_context_len = max_context_len
         self._ids = count()
 
     def encode(self, turns: Sequence[str]) -> list[int]:
@@ -49,7 +50,8 @@ class InProcess:
             return self._tokenizer.encode("\n".join(turns))
         roles = ("user", "assistant")
         messages = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        return self._tokenizer.encode(self._tokenizer.apply_chat_template(messages), add_special_tokens=False)
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def generate(
         self, prompt_ids: Sequence[int], sampling: SamplingParams, algorithm: str | None = None
@@ -90,6 +92,12 @@ def sources(environ: Mapping[str, str]) -> Sources:
     return Sources(environ, {field.name for schema in schemas for field in fields(schema)})
 
 
+def same_tokens(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts have in common before the first one that differs."""
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
 @contextmanager
 def tandem(settings: EngineSettings) -> Iterator[InProcess]:
     """An engine that is up inside and gone outside. Raises ValueError where it cannot start."""
@@ -101,7 +109,7 @@ def tandem(settings: EngineSettings) -> Iterator[InProcess]:
         except StartUpError as error:
             raise ValueError(str(error)) from error
         try:
-            yield InProcess(container.engine(), container.tokenizer())
+            yield InProcess(container.engine(), container.tokenizer(), container.max_context_len())
         finally:
             portal.call(lifecycle.stop)
             ended.result()

@@ -113,7 +113,7 @@ async def send(
     begin = time.perf_counter()
 
     async def one(body: dict[str, Any], start: float) -> None:
-        await anyio.sleep(start - (time.perf_counter() - begin))
+        await anyio.sleep(max(0.0, start - (time.perf_counter() - begin)))
         results.append(await stream(client, path, body))
 
     async def some(queue: Iterator[dict[str, Any]]) -> None:
@@ -179,7 +179,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
     try:
         response = await client.get("models")
         response.raise_for_status()
-        return response.json()["data"][0]["id"]
+        return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise ValueError(f"{client.base_url}: cannot ask for its models ({error})") from error
 

@@ -12,7 +12,7 @@ import msgspec
 from command import print_row, run
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from in_process import Answer, InProcess, sources, tandem
+from in_process import Answer, InProcess, same_tokens, sources, tandem
 from prompts import Prompt, PromptOptions
 from timing import total
 
@@ -133,15 +133,11 @@ def _measures(rows: Sequence[Row], name: str) -> dict[str, float]:
 
 def _difference(row: Row) -> str:
     expected = row.answers[BASELINE].token_ids
-    texts = []
-    for name, answer in row.answers.items():
-        if answer.token_ids != expected:
-            pairs = zip(expected, answer.token_ids, strict=False)
-            at = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(answer.token_ids))
-            )
-            texts.append(f"{name} differs from {BASELINE} at token {at}")
-    return ", ".join(texts)
+    return ", ".join(
+        f"{name} differs from {BASELINE} at token {same_tokens(expected, answer.token_ids)}"
+        for name, answer in row.answers.items()
+        if answer.token_ids != expected
+    )
 
 
 def _print(summary: Mapping[str, Any], algorithms: Sequence[str]) -> None:

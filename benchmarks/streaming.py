@@ -29,7 +29,7 @@ class Streamed:
     @property
     def completion_tokens(self) -> int:
         """As the server counts them, or else the number of chunks."""
-        return self.usage.get("completion_tokens", len(self.arrivals))
+        return int(self.usage.get("completion_tokens", len(self.arrivals)))
 
     @property
     def ttft(self) -> float:

@@ -1,0 +1,107 @@
+"""Speculation against none: the same tokens, and measures that follow from the counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command import run
+from in_process import Answer, InProcess
+from prompts import Prompt
+from speculation import Row, converse, speculation, summarise
+from timing import Timing
+
+from engine.request import SamplingParams, SpeculationStats
+from tests.app.fakes import CONTEXT_LEN, ByteTokenizer, FakeEngine
+from tests.tiny_model import save_tiny_model
+
+
+def answer(tokens: Sequence[int], seconds: float, steps: int = 0, emitted: int = 0) -> Answer:
+    stats = SpeculationStats(verify_steps=steps, verify_emitted_tokens=emitted)
+    return Answer("text", tuple(tokens), Timing(0.1, len(tokens) - 1, seconds), stats)
+
+
+def test_measures_by_category_and_in_all() -> None:
+    rows = [
+        Row("qa", {"none": answer(range(11), 1.0), "ngram": answer(range(11), 1.0, 2, 4)}),
+        Row("code", {"none": answer(range(21), 2.0), "ngram": answer(range(21), 0.5, 4, 20)}),
+    ]
+    summary = summarise(rows, ["none", "ngram"])
+    assert summary["identical"]
+    assert summary["none"] == {
+        "accept_length": 1.0,
+        "tokens_per_s": 10.0,
+        "speedup": 1.0,
+        "verified_share": 0.0,
+    }
+    assert summary["ngram"] == {
+        "accept_length": 4.0,
+        "tokens_per_s": 20.0,
+        "speedup": 2.0,
+        "verified_share": 0.8,
+    }
+    assert summary["categories"]["qa"]["ngram"]["speedup"] == 1.0
+    assert summary["categories"]["code"]["ngram"]["speedup"] == 4.0
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 4), (1, 2), (1, 2, 3, 4)])
+def test_one_different_token_is_told(tokens: tuple[int, ...]) -> None:
+    same = Row("qa", {"none": answer((1, 2, 3), 1.0), "ngram": answer((1, 2, 3), 1.0)})
+    different = Row("qa", {"none": answer((1, 2, 3), 1.0), "ngram": answer(tokens, 1.0)})
+    summary = summarise([same, different], ["none", "ngram"])
+    assert not summary["identical"]
+    assert summary["different_rows"] == 1
+
+
+def test_turns_see_the_same_history_with_every_algorithm() -> None:
+    engine = FakeEngine(ByteTokenizer(), reply="yes")
+    with engine:
+        local = InProcess(engine, engine.tokenizer, CONTEXT_LEN)
+        rows = converse(
+            local, Prompt("1", "chat", ("one", "two")), SamplingParams(max_tokens=8), ["ngram", "none"]
+        )
+    assert [row.category for row in rows] == ["chat", "chat"]
+    asked = [
+        engine.tokenizer.decode(request.prompt_ids, skip_special_tokens=False) for request in engine.requests
+    ]
+    assert asked == 2 * ["<user>one</s><assistant>"] + 2 * [
+        "<user>one</s><assistant>yes</s><user>two</s><assistant>"
+    ]
+    assert [request.speculation.algorithm for request in engine.requests] == ["ngram", "none"] * 2
+    assert rows[0].answers["ngram"].speculation.verify_steps == 3
+    assert rows[0].answers["none"].speculation.verify_steps == 0
+    expected = tuple(engine.tokenizer.encode("yes"))
+    assert [row.answers[name].token_ids for row in rows for name in row.answers] == [expected] * 4
+
+
+def test_a_request_that_fails_ends_the_benchmark() -> None:
+    engine = FakeEngine(ByteTokenizer(), fail="out of memory")
+    with engine, pytest.raises(RuntimeError, match="error: out of memory"):
+        InProcess(engine, engine.tokenizer, CONTEXT_LEN).generate([1, 2], SamplingParams(max_tokens=8))
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_whole_run(tmp_path: Path, temperature: str, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    long = "x" * 600  # does not fit
+    lines = [
+        {"id": 7, "turns": ["aaaa", "bb"]},
+        {"prompt": "abcabc", "category": "qa"},
+        {"id": 8, "prompt": long},
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = save_tiny_model(tmp_path)
+    flags = (
+        f"--model {model} --device cpu --max-total-tokens 2048 --context-length 512 --max-tokens 24 --json"
+    )
+    assert run(speculation, [*flags.split(), "--prompts", str(prompts), "--temperature", temperature]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["identical"] is True
+    assert summary["rows"] == 3
+    assert summary["skipped"] == ["8"]
+    assert set(summary["categories"]) == {"all", "qa"}
+    for algorithm in ("none", "ngram"):
+        assert {"accept_length", "tokens_per_s", "speedup"} <= set(summary[algorithm])
+        assert summary[algorithm]["tokens_per_s"] > 0
