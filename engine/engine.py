@@ -236,7 +236,9 @@ class Engine:
             # By position: after a preemption the prompt is gone through again.
             live.prompt_logprobs[request.cached_len + 1 :] = output.prompt_logprobs
 
-        text, finish, stop_reason, kept = "", None, None, 0
+        text, kept = "", 0
+        finish: FinishReason | None = None
+        stop_reason: str | int | None = None
         if step.samples and request.sampling.max_tokens == 0:
             finish = "length"
         else:

@@ -6,6 +6,7 @@ into `kernels/cpu` (a step plan). A pass that the captured form does not fit run
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -13,7 +14,12 @@ import torch
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVPool
+from backends.torch_native import TorchNativeBackend
+from kernels.cpu.step_plan import StepBatch, StepPlan
 from models.base import CausalLM
+from models.step_plan import step_plan
+
+logger = logging.getLogger(__name__)
 
 
 class StepGraph(Protocol):
@@ -26,6 +32,44 @@ class StepGraph(Protocol):
         """Logits of `batch.logits_rows` [L, vocab_size] float32, and captured hidden states by layer."""
 
 
+class NativeGraph:
+    """A native step plan over one pool. It takes every pass, so no other path ever fills that pool's slots."""
+
+    def __init__(self, plan: StepPlan, pool: KVPool) -> None:
+        self._plan = plan
+        self._pool = pool
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        return batch.kv_pool is self._pool
+
+    def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        return self._plan.run(
+            StepBatch(
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                out_slots=batch.out_slots,
+                query_lens=batch.query_lens,
+                context_lens=batch.context_lens,
+                slot_table=batch.slot_table,
+                table_rows=batch.table_rows,
+                logits_rows=batch.logits_rows,
+                key=self._pool.key,
+                value=self._pool.value,
+                causal=batch.causal,
+                capture_layers=batch.capture_layers,
+            )
+        )
+
+
 def capture(model: CausalLM, pool: KVPool, backend: AttentionBackend) -> StepGraph | None:
-    """The captured form of `model`'s pass, or None where there is none for this device and model."""
-    return None
+    """The captured form of `model`'s pass, or None where there is none for this device and model.
+
+    A plan brings its own attention, so it stands in for the default backend only: another one was asked for.
+    """
+    if pool.key.device.type != "cpu" or not isinstance(backend, TorchNativeBackend):
+        return None
+    plan = step_plan(model)
+    if isinstance(plan, str):
+        logger.info("no native step plan: %s", plan)
+        return None
+    return NativeGraph(plan, pool)

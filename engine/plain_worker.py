@@ -67,7 +67,8 @@ class PlainWorker:
         return result.token_ids[0], result.logprobs[0]
 
     def _output(self, step: SequenceStep, logits: torch.Tensor) -> StepOutput:
-        request, prompt_logprobs = step.request, ()
+        request = step.request
+        prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if self.runner.wants_prompt_logits(request):
             prompt_logprobs = self._prompt_logprobs(step, logits)
         if not step.samples or request.sampling.max_tokens == 0:

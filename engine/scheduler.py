@@ -173,7 +173,7 @@ class Scheduler:
         self._trim(request)
         self._share(request)
         self.allocator.free(request.slots[request.tree_len :])
-        self.cache.unlock(request.node)
+        self._unlock(request)
         self._table.release(request.table_row)
         request.node = None
         request.slots = []
@@ -185,13 +185,17 @@ class Scheduler:
             request.token_ids(0, request.cached_len), request.slots[: request.cached_len]
         )
         self.cache.lock(result.node)
-        self.cache.unlock(request.node)
+        self._unlock(request)
         request.node = result.node
         shared = len(result.slots)
         if request.slots[:shared] != result.slots:
             request.slots[:shared] = result.slots
             self._table.write(request.table_row, 0, result.slots)
         request.tree_len = shared
+
+    def _unlock(self, request: Request) -> None:
+        assert request.node is not None, "a running request holds a node"
+        self.cache.unlock(request.node)
 
     def _trim(self, request: Request) -> None:
         keep = self._pages(request.cached_len) * self.allocator.page_size

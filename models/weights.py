@@ -41,12 +41,12 @@ class Weights:
             part = self._source.packed(self._read(name))
             self._check(name, (part.rows, part.columns), (expected, columns))
             parts.append(part)
+        if self._precision.native:  # a step plan names each matrix, and gains nothing from stacking
+            return tuple(hold(part, self._precision, self.device) for part in parts)
         if len({part.format for part in parts}) == 1:
             return (hold(concat_rows(parts), self._precision, self.device),)
         held = [hold(part, self._precision, self.device) for part in parts]
-        if self._precision.native or len({part.format for part in held}) > 1:
-            return tuple(held)
-        return (concat_rows(held),)
+        return (concat_rows(held),) if len({part.format for part in held}) == 1 else tuple(held)
 
     def vector(self, name: str, size: int) -> torch.Tensor:
         """The vector `name` [size] in the model's dtype."""

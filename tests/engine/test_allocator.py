@@ -63,7 +63,7 @@ def test_a_wrong_free_raises_and_changes_nothing(page_size: int, slots: list[int
     allocator.allocate(6 if page_size == 1 else 2)
     free = allocator.num_free
     with pytest.raises(RuntimeError, match=reason):
-        allocator.free([0] + slots if page_size == 1 else slots)
+        allocator.free([0, *slots] if page_size == 1 else slots)
     assert allocator.num_free == free
     assert allocator.allocate(free // page_size) == list(range(12 - free, 12))
 

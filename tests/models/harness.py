@@ -10,14 +10,23 @@ from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
+from engine.graphs import capture
 from models.base import CausalLM, HiddenStates
 
 
 class Sequences:
-    """Up to `rows` sequences in one pool, each named by its row. `extend` appends tokens to some of them."""
+    """Up to `rows` sequences in one pool, each named by its row. `extend` appends tokens to some of them.
+
+    `captured` runs the passes through what the last start-up hook prepares, which must then be there.
+    """
 
     def __init__(
-        self, model: CausalLM, rows: int = 4, length: int = 160, backend: AttentionBackend | None = None
+        self,
+        model: CausalLM,
+        rows: int = 4,
+        length: int = 160,
+        backend: AttentionBackend | None = None,
+        captured: bool = False,
     ) -> None:
         self.model = model
         self.backend = backend or TorchNativeBackend()
@@ -26,12 +35,16 @@ class Sequences:
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows
+        self.graph = capture(model, self.pool, self.backend) if captured else None
+        assert not captured or self.graph is not None, "nothing was captured"
 
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Append `tokens[row]` to each row, in one pass; float32 logits [len(tokens[row]), vocab_size] by row."""
-        hidden = self.forward(tokens)
         with torch.inference_mode():
-            logits = self.model.logits(hidden.last)
+            if self.graph is not None:
+                logits, _ = self.graph.run(self._batch(tokens))
+            else:
+                logits = self.model.logits(self.forward(tokens).last)
         parts = logits.split([len(ids) for ids in tokens.values()])
         return dict(zip(tokens, parts, strict=True))
 
@@ -39,6 +52,13 @@ class Sequences:
         self, tokens: Mapping[int, Sequence[int]], capture_layers: tuple[int, ...] = ()
     ) -> HiddenStates:
         """The same pass, as hidden states of all its tokens, row after row."""
+        batch = self._batch(tokens, capture_layers)
+        with torch.inference_mode(), forward_context(batch, self.backend):
+            return self.model(batch)
+
+    def _batch(
+        self, tokens: Mapping[int, Sequence[int]], capture_layers: tuple[int, ...] = ()
+    ) -> ForwardBatch:
         positions, slots = [], []
         for row, ids in tokens.items():
             span = slice(self.lengths[row], self.lengths[row] + len(ids))
@@ -47,7 +67,7 @@ class Sequences:
             self.lengths[row] = span.stop
         decoding = all(len(ids) == 1 for ids in tokens.values())
         flat = [token for ids in tokens.values() for token in ids]
-        batch = ForwardBatch(
+        return ForwardBatch(
             mode=ForwardMode.DECODE if decoding else ForwardMode.EXTEND,
             input_ids=torch.tensor(flat),
             positions=torch.cat(positions),
@@ -60,5 +80,3 @@ class Sequences:
             kv_pool=self.pool,
             capture_layers=capture_layers,
         )
-        with torch.inference_mode(), forward_context(batch, self.backend):
-            return self.model(batch)

@@ -1,0 +1,77 @@
+"""The native kernels: families give transformers' logits through them, and a row's bits never depend on its company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.tokenizer import load_tokenizer
+from kernels.cpu.library import available, reason
+from models.base import CausalLM
+from models.default import default_model_path
+from models.loader import inspect_model, load_model
+from models.options import ModelOptions
+from models.weights import Precision
+from tests.models.checkpoints import make_checkpoint
+from tests.models.harness import Sequences
+
+pytestmark = pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
+
+CPU = torch.device("cpu")
+FAMILIES = ["llama-biases", "llama-tied", "llama-yarn", "mistral", "qwen2-window", "qwen3", "gemma3"]
+
+
+def load(path: str) -> CausalLM:
+    files = inspect_model(ModelOptions(model=path))
+    return load_model(files, CPU, Precision(torch.float32, native=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("captured", [True, False], ids=["step plan", "layer by layer"])
+def test_float32_weights_give_the_logits_of_transformers(name: str, captured: bool, tmp_path: Path) -> None:
+    reference = make_checkpoint(name, tmp_path)
+    ids = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([ids])).logits[0]
+    sequences = Sequences(load(str(tmp_path)), captured=captured)
+
+    parts = [sequences.extend({1: ids[::-1], 0: ids[:20]})[0]]
+    for start, stop in ((20, 21), (21, 29), (29, 40)):
+        parts.append(sequences.extend({0: ids[start:stop], 2: ids[: stop - start]})[0])
+
+    torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def default_model() -> CausalLM:
+    return load(str(default_model_path()))
+
+
+def test_a_quantised_model_has_one_arithmetic_for_prefill_chunk_decode_and_verify(
+    default_model: CausalLM,
+) -> None:
+    ids = torch.randint(100, 40_000, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = Sequences(default_model, captured=True).extend({0: ids})[0]
+
+    company = Sequences(default_model, captured=True)
+    parts = [company.extend({1: ids[::-1], 0: ids[:20]})[0]]
+    for start, stop in ((20, 21), (21, 23), (23, 31), (31, 47), (47, 70)):
+        parts.append(company.extend({0: ids[start:stop], 2: ids[: stop - start], 3: ids[:3]})[0])
+
+    assert torch.equal(torch.cat(parts), expected)
+
+
+def test_quantised_logits_are_close_to_those_of_the_dequantised_weights(default_model: CausalLM) -> None:
+    files = inspect_model(ModelOptions(model=str(default_model_path())))
+    exact = load_model(files, CPU, Precision(torch.float32))
+    text = "The Pacific Ocean is the largest and deepest of Earth's five oceanic divisions. " * 3
+    ids = load_tokenizer(files).encode(text)
+    target = torch.tensor(ids[1:])
+    losses = [
+        torch.nn.functional.cross_entropy(sequences.extend({0: ids})[0][:-1], target).item()
+        for sequences in (Sequences(default_model, captured=True), Sequences(exact))
+    ]
+    assert losses[1] > 0.3, "a loss this small would prove nothing"
+    assert abs(losses[0] - losses[1]) < 0.005, "perplexity within 0.5 %"
