@@ -7,19 +7,20 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from app.application import build, create_app
 from app.lifecycle import Lifecycle
-from app.settings import ServerSettings, SettingsError
+from app.settings import EngineSettings, ServerSettings, SettingsError
 from containers.application import ApplicationContainer
 
 logger = logging.getLogger(__name__)
 
 OK, FAILED, UNUSABLE = 0, 1, 2
-_FORCED_GRACE = 1  # seconds that aborted requests have to send their last bytes
+_GRACE = 2  # seconds that aborted requests have to send their last bytes
 
 
 class Server(uvicorn.Server):
@@ -43,8 +44,6 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
-        if self._forced and not self._lifecycle.ended:
-            os._exit(self.exit_code)  # a step that does not come back must not hold the process
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Unlike uvicorn's, a signal that was handled is not raised again at the end: the exit code says it all.
@@ -53,7 +52,10 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._drain if self._signals == 1 else self._force)
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._lifecycle.ended
+        if self._lifecycle.ended and not self.should_exit:  # nothing can be served any more
+            self.config.timeout_graceful_shutdown = _GRACE
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     def _drain(self) -> None:
         logger.info("draining: requests in flight have %g s to finish", self._drain_timeout)
@@ -64,25 +66,28 @@ class Server(uvicorn.Server):
         if not await self._lifecycle.drain(self._drain_timeout):
             return self._force()
         # Answers that are still being sent have what is left of the time.
-        self.config.timeout_graceful_shutdown = max(_FORCED_GRACE, int(deadline - time.monotonic()))
+        self.config.timeout_graceful_shutdown = max(_GRACE, int(deadline - time.monotonic()))
         self.should_exit = True
 
     def _force(self) -> None:
+        if self._forced:
+            return
         logger.warning("stopping now: requests in flight are aborted")
         self._forced = True
         self._lifecycle.stop()
-        self.config.timeout_graceful_shutdown = _FORCED_GRACE
+        self.config.timeout_graceful_shutdown = _GRACE
         self.should_exit = True
+        # A step or a client that does not come back must not hold the process.
+        self._loop.call_later(_GRACE, os._exit, FAILED)
 
 
-def serve(settings: ServerSettings) -> int:
-    """Serve until a signal or a failure; returns the exit code. Raises SettingsError for what cannot be served."""
+def serve(settings: ServerSettings, wire: Callable[[EngineSettings], ApplicationContainer] = build) -> int:
+    """Serve until a signal or a failure; returns the exit code. Raises SettingsError for what cannot be served.
+
+    For the main thread, which signals interrupt.
+    """
     configure_logging(settings.log_level)
-    return run(build(settings), settings)
-
-
-def run(container: ApplicationContainer, settings: ServerSettings) -> int:
-    """Serve what is wired already, as `serve` does. For the main thread: it handles signals."""
+    container = wire(settings)
     lifecycle = Lifecycle(container.startup(), container.engine)
     config = uvicorn.Config(
         create_app(container, lifecycle, settings),
@@ -99,6 +104,8 @@ def run(container: ApplicationContainer, settings: ServerSettings) -> int:
         raise SettingsError(lifecycle.error)
     if lifecycle.error is not None:
         logger.error("%s", lifecycle.error)
+    if lifecycle.gave_up:
+        os._exit(server.exit_code)  # the hook that nobody waits for any more would hold the process
     return server.exit_code
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from app.server import listen, run
-from app.settings import ServerSettings, SettingsError
+from app.server import listen, serve
+from app.settings import EngineSettings, ServerSettings, SettingsError
 from containers.application import ApplicationContainer
 from engine.plain_worker import PlainWorker
 from engine.worker import SequenceStep, StepOutput
@@ -188,8 +188,12 @@ def test_a_decode_loop_that_dies_answers_everyone_and_ends_the_process(model: Pa
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     settings = ServerSettings(model=str(model), dtype="float32", device="cpu", max_total_tokens=64, port=port)
-    container = ApplicationContainer(settings=settings)
-    container.worker.override(Faulty(container.target.runner(), frozenset()))
+
+    def wire(settings: EngineSettings) -> ApplicationContainer:
+        container = ApplicationContainer(settings=settings)
+        container.worker.override(Faulty(container.target.runner(), frozenset()))
+        return container
+
     answers = []
 
     def ask() -> None:
@@ -199,10 +203,57 @@ def test_a_decode_loop_that_dies_answers_everyone_and_ends_the_process(model: Pa
 
     thread = threading.Thread(target=ask)
     thread.start()
-    assert run(container, settings) == 1
+    assert serve(settings, wire) == 1
     thread.join(DEADLINE)
     assert answers[0].status_code == 500
     assert "on fire" in answers[0].json()["error"]["message"]
+
+
+STUCK = """
+import sys, threading
+from dependency_injector import providers
+from app.cli import parse
+from app.server import serve
+from containers.application import ApplicationContainer
+from engine.plain_worker import PlainWorker
+
+class Stuck(PlainWorker):
+    def forward(self, steps):
+        threading.Event().wait()
+
+def wire(settings):
+    container = ApplicationContainer(settings=settings)
+    if sys.argv[1] == "step":
+        container.worker.override(Stuck(container.target.runner(), frozenset()))
+    else:
+        container.target.model.override(providers.Callable(lambda *args: threading.Event().wait()))
+    return container
+
+command, bound = parse(["serve", *sys.argv[2:]], {})
+sys.exit(serve(bound.arguments["settings"], wire))
+"""
+
+
+def test_a_signal_while_the_model_loads_ends_it_at_once(model: Path) -> None:
+    with serving("load", *FLAGS, "--model", str(model), command=[sys.executable, "-c", STUCK]) as server:
+        assert server.client.get("/health").json()["stage"] == "runner"
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+def test_a_step_that_does_not_come_back_cannot_hold_the_process(model: Path) -> None:
+    with serving("step", *FLAGS, "--model", str(model), command=[sys.executable, "-c", STUCK]) as server:
+        server.wait_until(200)
+        body = {"prompt": "abc", "stream": True}
+        with (
+            pytest.raises(httpx.HTTPError),
+            server.client.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_until(503)
+            server.popen.send_signal(signal.SIGTERM)
+            answer.read()
+        assert server.exit_code() == 1
 
 
 def test_what_only_loading_shows_ends_it_the_same_way(model: Path, tmp_path: Path) -> None:
