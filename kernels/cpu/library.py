@@ -20,6 +20,8 @@ FORMATS = {
     )
 }
 
+ISAS = ("amx", "avx512", "avx2", "scalar")
+
 
 class NativeWeight(ctypes.Structure):
     """`Weight` of src/kernels.h."""
@@ -56,7 +58,10 @@ def check(status: int) -> None:
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or the reason why there is none. TANDEM_CPU_LIBRARY names another build of it."""
+    """The library, or the reason why there is none.
+
+    TANDEM_CPU_LIBRARY names another build of it, TANDEM_CPU_ISA the instruction set to use.
+    """
     path = Path(os.environ.get("TANDEM_CPU_LIBRARY", LIBRARY))
     if not path.exists():
         return f"{path.name} has not been built (python -m kernels.cpu.build; it needs a C++20 compiler)"
@@ -66,6 +71,7 @@ def _load() -> ctypes.CDLL | str:
         return f"{path.name} cannot be loaded: {error}"
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures = {
+        "tandem_set_isa": (int32, (ctypes.c_char_p,)),
         "tandem_isa": (ctypes.c_char_p, ()),
         "tandem_team_size": (int32, ()),
         "tandem_set_team_size": (None, (int32,)),
@@ -78,6 +84,9 @@ def _load() -> ctypes.CDLL | str:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    wanted = os.environ.get("TANDEM_CPU_ISA")
+    if wanted and not library.tandem_set_isa(wanted.encode()):
+        return f"TANDEM_CPU_ISA={wanted}: this processor has no such instruction set (of {', '.join(ISAS)})"
     library.tandem_set_team_size(physical_cores())
     return library
 
@@ -102,8 +111,16 @@ def library() -> ctypes.CDLL:
 
 
 def isa() -> str:
-    """Instruction set in use: amx, avx512, avx2 or scalar. TANDEM_CPU_ISA, read once, asks for one."""
+    """Instruction set in use: one of ISAS, the best this processor has unless `set_isa` chose."""
     return library().tandem_isa().decode()
+
+
+def set_isa(name: str) -> bool:
+    """Use the kernels of `name`, one of ISAS, from now on; False, and no change, where the processor lacks it.
+
+    Not while a pass runs. Bits of float results may differ between instruction sets.
+    """
+    return bool(library().tandem_set_isa(name.encode()))
 
 
 def threads() -> int:

@@ -25,7 +25,7 @@ _MOST_HEADS_A_GROUP = 32  # kQueryBlock of src/kernels.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
-    """Sizes and constants of a model. `embedding_scale` multiplies the embedding; `attention_scale` the scores."""
+    """Sizes and constants of a model. `embedding_scale` multiplies embeddings, `attention_scale` scores."""
 
     hidden: int
     heads: int

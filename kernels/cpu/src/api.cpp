@@ -1,5 +1,4 @@
 // What Python calls: everything `tandem_*`, by plain pointers. Also picks the instruction set.
-#include <cstdlib>
 #include <cstring>
 
 #include "pack.h"
@@ -29,9 +28,8 @@ bool amx_allowed() {  // Linux gives the tile registers to a process that asks f
 }
 #endif
 
-// The best of what was built and what this processor has; TANDEM_CPU_ISA=scalar|avx2|avx512|amx asks for less.
-const Kernels* choose() {
-    const char* wanted = std::getenv("TANDEM_CPU_ISA");
+// The best of what was built and this processor has; with a name, that one if it is among them, else null.
+const Kernels* choose(const char* wanted) {
     auto is_wanted = [&](const char* name) { return wanted == nullptr || std::strcmp(wanted, name) == 0; };
 #if defined(TANDEM_HAVE_X86)
     __builtin_cpu_init();
@@ -42,17 +40,24 @@ const Kernels* choose() {
     if (is_wanted("avx512") && avx512) return &kernels_avx512;
     if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
 #endif
-    (void)is_wanted;
-    return &kernels_scalar;
+    return is_wanted("scalar") ? &kernels_scalar : nullptr;
+}
+
+const Kernels*& current() {
+    static const Kernels* chosen = choose(nullptr);
+    return chosen;
 }
 
 }  // namespace
 
-const Kernels& kernels() {
-    static const Kernels* const chosen = choose();
-    return *chosen;
-}
+const Kernels& kernels() { return *current(); }
 
+// Returns whether this processor has the kernels named. Not while a pass runs.
+EXPORT int32_t tandem_set_isa(const char* name) {
+    const Kernels* chosen = choose(name);
+    if (chosen != nullptr) current() = chosen;
+    return chosen != nullptr;
+}
 EXPORT const char* tandem_isa() { return kernels().name; }
 EXPORT int32_t tandem_team_size() { return team_size(); }
 EXPORT void tandem_set_team_size(int32_t threads) { set_team_size(threads); }
