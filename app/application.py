@@ -82,9 +82,9 @@ def create_app(
     container: ApplicationContainer,
     lifecycle: Lifecycle,
     settings: ServerSettings,
-    on_failure: Callable[[], None] = lambda: None,
+    on_failure: Callable[[str], None] = lambda message: None,
 ) -> Starlette:
-    """The server's app. `on_failure` is called if start-up or the decode loop fails.
+    """The server's app. `on_failure` is told why if start-up or the decode loop fails.
 
     The socket is to listen while weights load, so the lifespan's start only spawns the task that loads them.
     """
@@ -92,8 +92,8 @@ def create_app(
     async def run() -> None:
         try:
             await lifecycle.run()
-        except Exception:
-            on_failure()
+        except Exception as error:
+            on_failure(str(error))
             raise
 
     @asynccontextmanager

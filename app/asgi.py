@@ -6,6 +6,7 @@ requests in flight finish. `tandem serve` drains while it still listens.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -25,8 +26,12 @@ def _application() -> Starlette:
     except SettingsError as error:
         sys.exit(explain(error))
     lifecycle = Lifecycle(container.startup(), container.engine)
-    # An app cannot end its server, but a signal can.
-    return create_app(container, lifecycle, settings, on_failure=lambda: signal.raise_signal(signal.SIGTERM))
+    return create_app(container, lifecycle, settings, on_failure=_end)
+
+
+def _end(message: str) -> None:
+    logging.getLogger("uvicorn.error").error("%s", message)
+    signal.raise_signal(signal.SIGTERM)  # an app has no other way to end its server
 
 
 app = _application()

@@ -268,18 +268,40 @@ def test_what_only_loading_shows_ends_it_the_same_way(model: Path, tmp_path: Pat
     assert "Traceback" not in server.log
 
 
-def test_plain_uvicorn_serves_the_app_with_settings_from_the_environment(model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        os.set_inheritable(listener.fileno(), True)
-        command = [sys.executable, "-m", "uvicorn", "app.asgi:app", "--fd", str(listener.fileno())]
-        environ = {"TANDEM_MODEL": str(model), "TANDEM_MAX_TOTAL_TOKENS": "64", "TANDEM_DTYPE": "float32"}
-        popen = subprocess.Popen(command, env={**os.environ, **environ}, pass_fds=[listener.fileno()])
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+@contextmanager
+def plain_uvicorn(listener: socket.socket, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "uvicorn", "app.asgi:app", "--fd", str(listener.fileno())]
+    popen = subprocess.Popen(
+        command,
+        env={**os.environ, "TANDEM_DTYPE": "float32", "TANDEM_DEVICE": "cpu", **environ},
+        pass_fds=[listener.fileno()],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        with httpx.Client(base_url=url, timeout=DEADLINE) as client:
-            wait_until_ready(client)
-            answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
-            assert answer.status_code == 200
+        yield popen
     finally:
-        popen.terminate()
-        popen.wait(DEADLINE)
+        popen.kill()
+        popen.wait()
+
+
+def test_plain_uvicorn_serves_the_app_with_settings_from_the_environment(model: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        plain_uvicorn(listener, TANDEM_MODEL=str(model), TANDEM_MAX_TOTAL_TOKENS="64"),
+        httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=DEADLINE) as client,
+    ):
+        wait_until_ready(client)
+        answer = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4})
+        assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_plain_uvicorn_ends_with_a_reason_where_start_up_fails(model: Path) -> None:
+    more_than_there_is = str(2**50)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        plain_uvicorn(listener, TANDEM_MODEL=str(model), TANDEM_MAX_TOTAL_TOKENS=more_than_there_is) as popen,
+    ):
+        _, log = popen.communicate(timeout=DEADLINE)
+    assert popen.returncode != 0
+    assert "start-up failed at attention_backends" in log
