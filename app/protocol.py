@@ -63,7 +63,7 @@ def _join_text_parts(value: Any) -> Any:
         if kind != "text":
             raise ValueError(f"content parts of type {kind!r} are not supported: only 'text' is")
         if not isinstance(part.get("text"), str):
-            raise ValueError("a text part needs a string 'text'")  # noqa: TRY004 (pydantic reports ValueError)
+            raise ValueError("a text part needs a string 'text'")
         texts.append(part["text"])
     return "\n".join(texts)
 
