@@ -1,0 +1,393 @@
+"""The native step plan: logits of transformers, and bits that no company, chunk, thread or page layout changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from kernels.cpu import library
+from kernels.cpu.linear import pack, slice_rows
+from kernels.cpu.step_plan import LayerWeights, StepBatch, StepPlan, StepSpec, unsupported
+from kernels.packed import PackedWeight, pack_float
+
+pytestmark = pytest.mark.skipif(not library.available(), reason=str(library.reason()))
+
+VOCAB, SLOTS, WIDTH = 97, 2048, 640  # contexts may be longer than two KV splits of 256
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 192,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": WIDTH,
+    "tie_word_embeddings": False,
+}
+
+
+def llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+
+
+def mistral() -> PreTrainedModel:
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=21))
+
+
+def qwen2() -> PreTrainedModel:
+    return Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "tie_word_embeddings": True}))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "head_dim": 48}))
+
+
+def gemma3() -> PreTrainedModel:
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, sliding_window=21, layer_types=layers, query_pre_attn_scalar=20)
+    )
+
+
+def randomised(make: object) -> PreTrainedModel:
+    """A model whose norms and biases, too, are random."""
+    torch.manual_seed(0)
+    model = make().eval()  # type: ignore[operator]
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            centre = 1.0 if "norm" in name and not isinstance(model, Gemma3ForCausalLM) else 0.0
+            parameter.data = centre + 0.1 * torch.randn_like(parameter)
+        elif "embed" not in name:
+            parameter.data *= 3
+    return model
+
+
+def q8_0(matrix: torch.Tensor) -> PackedWeight:
+    """A matrix in Q8_0 blocks, as files have them."""
+    groups = matrix.unflatten(-1, (-1, 32))
+    scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
+    values = (groups / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    blocks = torch.cat([scale.view(torch.uint8), values.view(torch.uint8)], dim=-1)
+    return PackedWeight("Q8_0", blocks.flatten(1), *matrix.shape)
+
+
+def plan_of(model: PreTrainedModel, hold: object = pack_float) -> StepPlan:
+    """The plan of a transformers model, its matrices as `hold` makes them. Gate and up are slices of one."""
+    config, decoder = model.config, model.model
+    is_gemma = isinstance(model, Gemma3ForCausalLM)
+
+    def packed(matrix: torch.Tensor) -> PackedWeight:
+        return pack(hold(matrix.detach()))  # type: ignore[operator]
+
+    def norm(module: torch.nn.Module | None) -> torch.Tensor | None:
+        if module is None:
+            return None
+        return module.weight.detach() + 1 if is_gemma else module.weight.detach()
+
+    def tables(kind: str) -> dict[str, torch.Tensor]:
+        positions, x = torch.arange(WIDTH)[None], torch.zeros(1)
+        rotary = decoder.rotary_emb
+        cos, sin = rotary(x, positions, kind) if is_gemma else rotary(x, positions)
+        half = config.head_dim // 2
+        return {"cos": cos[0, :, :half], "sin": sin[0, :, :half]}
+
+    layers = []
+    for index, layer in enumerate(decoder.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        kind = config.layer_types[index] if is_gemma else ""
+        window = getattr(config, "sliding_window", None)
+        if isinstance(model, Qwen2ForCausalLM | Qwen3ForCausalLM) or kind == "full_attention":
+            window = None
+        gate_up = packed(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+        biases = {
+            f"{name}_bias": None if module.bias is None else module.bias.detach()
+            for name, module in (
+                ("q", attention.q_proj),
+                ("k", attention.k_proj),
+                ("v", attention.v_proj),
+                ("o", attention.o_proj),
+                ("gate", mlp.gate_proj),
+                ("up", mlp.up_proj),
+                ("down", mlp.down_proj),
+            )
+        }
+        layers.append(
+            LayerWeights(
+                q=packed(attention.q_proj.weight),
+                k=packed(attention.k_proj.weight),
+                v=packed(attention.v_proj.weight),
+                o=packed(attention.o_proj.weight),
+                gate=slice_rows(gate_up, 0, config.intermediate_size),
+                up=slice_rows(gate_up, config.intermediate_size, config.intermediate_size),
+                down=packed(mlp.down_proj.weight),
+                input_norm=norm(layer.input_layernorm),
+                mlp_norm=norm(
+                    layer.pre_feedforward_layernorm if is_gemma else layer.post_attention_layernorm
+                ),
+                attention_out_norm=norm(layer.post_attention_layernorm) if is_gemma else None,
+                mlp_out_norm=norm(layer.post_feedforward_layernorm) if is_gemma else None,
+                q_norm=norm(getattr(attention, "q_norm", None)),
+                k_norm=norm(getattr(attention, "k_norm", None)),
+                window=window,
+                **tables(kind),
+                **biases,
+            )
+        )
+    spec = StepSpec(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate=config.intermediate_size,
+        vocab=VOCAB,
+        eps=config.rms_norm_eps,
+        attention_scale=decoder.layers[0].self_attn.scaling,
+        embedding_scale=config.hidden_size**0.5 if is_gemma else 1.0,
+        activation="gelu_tanh" if is_gemma else "silu",
+    )
+    embedding = packed(decoder.embed_tokens.weight)
+    head = embedding if model.lm_head.weight is decoder.embed_tokens.weight else packed(model.lm_head.weight)
+    return StepPlan(spec, layers, embedding, norm(decoder.norm), head)
+
+
+@dataclass
+class Pool:
+    """Keys, values and a slot table whose rows are shuffled slots."""
+
+    plan: StepPlan
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    key: torch.Tensor = field(init=False)
+    value: torch.Tensor = field(init=False)
+    table: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.plan.spec
+        self.key = torch.zeros(2, SLOTS, spec.kv_heads, spec.head_dim, dtype=self.dtype)
+        self.value = torch.zeros_like(self.key)
+        shuffled = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(self.seed))
+        self.table = shuffled[: 3 * WIDTH].to(torch.int32).view(3, WIDTH)
+
+    def batch(self, parts: Sequence[tuple[int, torch.Tensor, int]], **changes: object) -> StepBatch:
+        """For each (table row, all ids so far, how many of them are queries) a sequence; logits of every token."""
+        ids = torch.cat([tokens[len(tokens) - count :] for _, tokens, count in parts])
+        places = [torch.arange(len(tokens) - count, len(tokens)) for _, tokens, count in parts]
+        slots = [self.table[row, at] for (row, _, _), at in zip(parts, places, strict=True)]
+        batch = {
+            "input_ids": ids,
+            "positions": torch.cat(places),
+            "out_slots": torch.cat(slots).long(),
+            "query_lens": [count for _, _, count in parts],
+            "context_lens": [len(tokens) for _, tokens, _ in parts],
+            "slot_table": self.table,
+            "table_rows": [row for row, _, _ in parts],
+            "logits_rows": torch.arange(len(ids)),
+            "key": self.key,
+            "value": self.value,
+        }
+        return StepBatch(**{**batch, **changes})  # type: ignore[arg-type]
+
+    def logits(self, *parts: tuple[int, torch.Tensor, int]) -> torch.Tensor:
+        return self.plan.run(self.batch(parts))[0]
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(params=library.ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this processor has."""
+    before = library.isa()
+    if not library.set_isa(request.param):
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    library.set_isa(before)
+
+
+@pytest.fixture(scope="module")
+def quantised() -> StepPlan:
+    return plan_of(randomised(llama), q8_0)
+
+
+@pytest.mark.parametrize("make", (llama, mistral, qwen2, qwen3, gemma3))
+def test_logits_and_states_are_those_of_transformers(isa: str, make: object) -> None:
+    model, ids = randomised(make), tokens(70)
+    with torch.inference_mode():
+        expected = model(ids[None], output_hidden_states=True)
+    pool = Pool(plan_of(model))
+    logits, states = pool.plan.run(pool.batch([(1, ids, 70)], capture_layers=[0]))
+    torch.testing.assert_close(logits, expected.logits[0].float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states[0], expected.hidden_states[1][0], atol=1e-4, rtol=1e-4)
+
+
+def test_contexts_longer_than_a_split_are_those_of_transformers(isa: str) -> None:
+    model, ids = randomised(qwen3), tokens(600)
+    with torch.inference_mode():
+        expected = model(ids[None]).logits[0]
+    pool = Pool(plan_of(model))
+    prompt, last = pool.logits((0, ids[:-1], 599)), pool.logits((0, ids, 1))
+    torch.testing.assert_close(torch.cat([prompt, last]), expected, atol=2e-4, rtol=1e-3)
+
+
+def test_queries_see_each_other_both_ways_when_not_causal() -> None:
+    model, ids = randomised(llama), tokens(40)
+    mask = torch.zeros(1, 1, 40, 40)
+    mask[:, :, :24, 24:] = -torch.inf  # 24 causal tokens of context, then a block of 16 that sees itself
+    mask[:, :, :24, :24] += torch.full((24, 24), -torch.inf).triu(1)
+    with torch.inference_mode():
+        expected = model(ids[None], attention_mask=mask).logits[0, 24:]
+    pool = Pool(plan_of(model))
+    pool.logits((0, ids[:24], 24))
+    block, _ = pool.plan.run(pool.batch([(0, ids, 16)], causal=False))
+    torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_bfloat16_pool_costs_only_its_rounding() -> None:
+    model, ids = randomised(qwen3), tokens(300)
+    exact, rounded = Pool(plan_of(model)), Pool(plan_of(model), torch.bfloat16)
+    expected, found = exact.logits((0, ids, 300)), rounded.logits((0, ids, 300))
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    slots = exact.table[0, :300].long()
+    assert torch.equal(
+        rounded.key[0, slots], exact.key[0, slots].bfloat16()
+    )  # the first layer's are the same
+
+
+def chunks(total: int) -> st.SearchStrategy[list[int]]:
+    """Ways to cut `total` tokens into passes."""
+    cuts = st.sets(st.integers(1, total - 1), max_size=8)
+    return cuts.map(lambda c: [b - a for a, b in zip([0, *sorted(c)], [*sorted(c), total], strict=True)])
+
+
+@settings(deadline=None, max_examples=25)
+@given(cut=chunks(330), threads=st.integers(1, 4), seed=st.integers(0, 5), dtype=st.sampled_from(["f", "b"]))
+def test_chunks_threads_and_pages_change_no_bit(
+    quantised: StepPlan, cut: list[int], threads: int, seed: int, dtype: str
+) -> None:
+    ids, kind = tokens(330), torch.float32 if dtype == "f" else torch.bfloat16
+    expected = Pool(quantised, kind).logits((0, ids, 330))
+    before, pool, done, parts = library.threads(), Pool(quantised, kind, seed), 0, []
+    library.set_threads(threads)
+    try:
+        for count in cut:
+            done += count
+            parts.append(pool.logits((2, ids[:done], count)))
+    finally:
+        library.set_threads(before)
+    assert torch.equal(torch.cat(parts), expected)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    queries=st.lists(st.integers(1, 20), min_size=3, max_size=3),
+    lengths=st.lists(st.integers(20, 400), min_size=3, max_size=3),
+    order=st.permutations([0, 1, 2]),
+)
+def test_sequences_beside_one_another_change_no_bit(
+    quantised: StepPlan, queries: list[int], lengths: list[int], order: list[int]
+) -> None:
+    ids = [tokens(length, seed) for seed, length in enumerate(lengths)]
+    alone = Pool(quantised)
+    for row, length in enumerate(lengths):
+        context = length - queries[row]
+        if context > 0:
+            alone.logits((row, ids[row][:context], context))
+    together = Pool(quantised)
+    together.key.copy_(alone.key)
+    together.value.copy_(alone.value)
+    expected = torch.cat([alone.logits((row, ids[row], queries[row])) for row in order])
+    assert torch.equal(together.logits(*[(row, ids[row], queries[row]) for row in order]), expected)
+
+
+def test_argmax_is_that_of_the_logits_and_takes_the_lowest_id_of_equals() -> None:
+    model = randomised(llama)
+    model.lm_head.weight.data[50:] = model.lm_head.weight.data[: VOCAB - 50].clone()  # every logit twice
+    pool, ids = Pool(plan_of(model)), tokens(60)
+    batch = pool.batch([(0, ids, 60)], logits_rows=torch.tensor([59, 3, 3]))
+    logits, _ = pool.plan.run(batch)
+    winners, _ = pool.plan.argmax(batch)
+    assert torch.equal(winners, logits.argmax(-1))
+    assert (winners < 50).all()
+
+
+def test_a_pass_without_outputs_only_fills_the_cache(quantised: StepPlan) -> None:
+    ids, pool, silent = tokens(33), Pool(quantised), Pool(quantised)
+    expected = pool.logits((0, ids, 33))[-1:]
+    logits, _ = quantised.run(silent.batch([(0, ids[:-1], 32)], logits_rows=torch.arange(0)))
+    assert logits.shape == (0, VOCAB)
+    assert torch.equal(silent.logits((0, ids, 1)), expected)
+
+
+def test_passes_on_two_threads_at_once_take_turns(quantised: StepPlan) -> None:
+    ids = tokens(120)
+    expected = Pool(quantised).logits((0, ids, 120))
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(5):
+            results.append(Pool(quantised).logits((0, ids, 120)))
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(results) == 15
+    assert all(torch.equal(result, expected) for result in results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    (
+        ({"input_ids": torch.tensor([0, VOCAB])}, "token id"),
+        ({"input_ids": torch.tensor([-1, 0])}, "token id"),
+        ({"positions": torch.tensor([0, WIDTH])}, "position"),
+        ({"out_slots": torch.tensor([0, SLOTS])}, "slot"),
+        ({"query_lens": [3]}, "lengths"),
+        ({"context_lens": [1]}, "lengths"),
+        ({"context_lens": [WIDTH + 1]}, "lengths"),
+        ({"logits_rows": torch.tensor([2])}, "lengths"),
+    ),
+)
+def test_a_batch_out_of_range_is_refused(quantised: StepPlan, changes: dict[str, object], text: str) -> None:
+    pool = Pool(quantised)
+    with pytest.raises(library.NativeError, match=text):
+        quantised.run(pool.batch([(0, tokens(2), 2)], **changes))
+
+
+def test_a_pool_of_another_shape_or_type_is_refused(quantised: StepPlan) -> None:
+    pool = Pool(quantised)
+    with pytest.raises(ValueError, match="KV pool"):
+        quantised.run(pool.batch([(0, tokens(2), 2)], key=pool.key[:, :, :1]))
+    with pytest.raises(ValueError, match="float16"):
+        quantised.run(pool.batch([(0, tokens(2), 2)], key=pool.key.half(), value=pool.value.half()))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    (({"head_dim": 40}, "head_dim 40"), ({"intermediate": 100}, "100"), ({"kv_heads": 4}, "6 heads")),
+)
+def test_sizes_without_a_kernel_are_named(quantised: StepPlan, sizes: dict[str, int], text: str) -> None:
+    spec = StepSpec(**{**{name: getattr(quantised.spec, name) for name in StepSpec.__slots__}, **sizes})
+    assert text in str(unsupported(spec))
+    assert unsupported(quantised.spec) is None
