@@ -49,4 +49,8 @@ class KVPool:
 
     def gather(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of `slots`, any integer shape; returns slots.shape + [num_kv_heads, dim] each."""
-        return self.key[layer_id][slots], self.value[layer_id][slots]
+        # index_select copies whole rows; indexing with a tensor goes element by element.
+        flat = slots.flatten()
+        key = self.key[layer_id].index_select(0, flat)
+        value = self.value[layer_id].index_select(0, flat)
+        return key.unflatten(0, slots.shape), value.unflatten(0, slots.shape)

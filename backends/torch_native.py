@@ -19,21 +19,26 @@ from backends.forward import ForwardBatch
 TILE = 8  # query rows
 BLOCK = 128  # key slots
 _ITEMS_AT_ONCE = 256  # bounds the memory of gathered keys and values
+_SHARED = 4  # tiles of one sequence from which on they read a block together, instead of a copy each
 _MASKED = -1e30  # finite: a tile that sees nothing of a block must give a weight of 0, not a NaN
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some tiles and the items of theirs. `slots` [W, BLOCK]; `mask` [W, TILE, BLOCK], to be added to the scores.
+    """Some tiles and the items of theirs.
 
-    `rows` [N, TILE] are the query tokens of each tile; what stands behind the last one is filled up with it.
-    `item_tile` [W] is the tile of each item; `rounds` says which tiles have a k-th item, and which one it is.
+    rows: [N, TILE] the query tokens of each tile; what stands behind the last one is filled up with it.
+    item_tile: [W] the tile of each item. mask: [W, TILE, BLOCK], to be added to the item's scores.
+    slots: [B, BLOCK] the blocks of keys that are read.
+    calls: which items are worked on together, and which blocks they read: one each, or one for all.
+    rounds: for k = 0, 1, …, which tiles have a k-th item, and which one it is.
     """
 
-    slots: torch.Tensor
-    mask: torch.Tensor
     rows: torch.Tensor
     item_tile: torch.Tensor
+    mask: torch.Tensor
+    slots: torch.Tensor
+    calls: tuple[tuple[slice, slice], ...]
     rounds: tuple[tuple[torch.Tensor, torch.Tensor], ...]
 
 
@@ -78,26 +83,35 @@ class TorchNativeBackend(AttentionBackend):
         if query.shape[0] == 0:
             return query.new_empty(0, layer.num_heads, value.shape[-1])
         tiles = [_attend(query, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
-        return torch.cat(tiles).flatten(0, 1)[plan.valid].to(query.dtype)
+        return torch.cat(tiles).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
 
 
 def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part) -> torch.Tensor:
     """[N, TILE, num_heads, v_head_dim] float32 for the N tiles of `part`."""
     group = layer.num_heads // layer.num_kv_heads
-    tiles = query[part.rows].float()  # [N, TILE, H, D]
-    num_tiles = tiles.shape[0]
+    num_tiles = part.rows.shape[0]
+    tiles = query.index_select(0, part.rows.flatten()).float()
     # The heads of a group share their keys, so they are further rows of the same product.
     tiles = tiles.view(num_tiles, TILE, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = batch.kv_pool.gather(layer.layer_id, part.slots)
-    out, lse = _partial(
-        tiles[part.item_tile],
-        keys.float().transpose(1, 2),
-        values.float().transpose(1, 2),
-        part.mask.repeat(1, group, 1).unsqueeze(1),
-        layer.scale,
-        layer.logit_softcap,
-    )
-    out = _merge(out, lse.unsqueeze(-1), part)
+    keys, values = keys.float().transpose(1, 2), values.float().transpose(1, 2)
+    mask = part.mask.repeat(1, group, 1).unsqueeze(1)
+    partial = []
+    for items, blocks in part.calls:
+        queries = tiles.index_select(0, part.item_tile[items])
+        count = queries.shape[0]
+        partial.append(
+            _partial(
+                queries,
+                keys[blocks].expand(count, -1, -1, -1),
+                values[blocks].expand(count, -1, -1, -1),
+                mask[items],
+                layer.scale,
+                layer.logit_softcap,
+            )
+        )
+    outs, lses = zip(*partial, strict=True)
+    out = _merge(torch.cat(outs), torch.cat(lses).unsqueeze(-1), part)
     return out.unflatten(2, (group, TILE)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -107,17 +121,17 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, part: _Part) -> torch.Tensor:
     Always in order of position. A block that a row does not see has weight 0 in it and changes no bit.
     """
     (_, first), *others = part.rounds
+    total, peak = out.index_select(0, first), lse.index_select(0, first)
     if not others:
-        return out[first]
-    total, peak = out[first], lse[first]
+        return total
     weight = torch.ones_like(peak)
     for tiles, items in others:
-        old, new = peak[tiles], lse[items]
+        old, new = peak.index_select(0, tiles), lse.index_select(0, items)
         high = torch.maximum(old, new)
         keep, gain = (old - high).exp(), (new - high).exp()
-        total[tiles] = total[tiles] * keep + out[items] * gain
-        weight[tiles] = weight[tiles] * keep + gain
-        peak[tiles] = high
+        total.index_copy_(0, tiles, total.index_select(0, tiles) * keep + out.index_select(0, items) * gain)
+        weight.index_copy_(0, tiles, weight.index_select(0, tiles) * keep + gain)
+        peak.index_copy_(0, tiles, high)
     return total / weight
 
 
@@ -179,44 +193,67 @@ def _cut(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
 
 def _part(batch: ForwardBatch, window: int | None, tiles: list[_Tile]) -> _Part:
     device = batch.slot_table.device
-    items = [(index, tile, block) for index, tile in enumerate(tiles) for block in tile.blocks]
-    table_rows = torch.tensor([batch.table_rows[tile.sequence] for _, tile, _ in items], device=device)
-    context = torch.tensor([batch.context_lens[tile.sequence] for _, tile, _ in items], device=device)
-    start = torch.tensor([block * BLOCK for _, _, block in items], device=device)
-    position = torch.tensor([tile.position for _, tile, _ in items], device=device)
+    items, calls, readers = _items(tiles)
     rows = torch.tensor([[min(r, tile.num_rows - 1) for r in range(TILE)] for tile in tiles], device=device)
-    item_tile = torch.tensor([index for index, _, _ in items], device=device)
-
-    keys = start.unsqueeze(1) + torch.arange(BLOCK, device=device)  # [W, BLOCK] positions
-    inside = keys < context.unsqueeze(1)
-    slots = batch.slot_table[table_rows.unsqueeze(1), keys.clamp(max=batch.slot_table.shape[1] - 1)]
-    queries = position.unsqueeze(1) + rows[item_tile]  # [W, TILE] positions
-    seen = inside.unsqueeze(1).expand(-1, TILE, -1)
-    if batch.causal:
-        seen = seen & (keys.unsqueeze(1) <= queries.unsqueeze(2))
-    if window is not None:
-        seen = seen & (queries.unsqueeze(2) - keys.unsqueeze(1) < window)
     first_rows = torch.tensor([tile.first_row for tile in tiles], device=device)
+    item_tile = torch.tensor([index for index, _ in items], device=device)
+
+    def of_items(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, device=device).view(-1, 1, 1)
+
+    keys = of_items([block * BLOCK for _, block in items]) + torch.arange(BLOCK, device=device)
+    queries = of_items([tiles[index].position for index, _ in items]) + rows[item_tile].unsqueeze(2)
+    seen = keys < of_items([batch.context_lens[tiles[index].sequence] for index, _ in items])
+    if batch.causal:
+        seen = seen & (keys <= queries)
+    if window is not None:
+        seen = seen & (queries - keys < window)
+    read = torch.tensor(
+        [batch.table_rows[tiles[items[reader][0]].sequence] for reader in readers], device=device
+    )
+    context = torch.tensor(
+        [batch.context_lens[tiles[items[reader][0]].sequence] for reader in readers], device=device
+    )
+    positions = keys.squeeze(1)[readers].minimum(context.unsqueeze(1) - 1)
     return _Part(
-        slots=torch.where(inside, slots, 0).long(),
-        mask=torch.where(seen, 0.0, _MASKED),
         rows=first_rows.unsqueeze(1) + rows,
         item_tile=item_tile,
-        rounds=tuple(_rounds(tiles, device)),
+        mask=torch.where(seen, 0.0, _MASKED).expand(-1, TILE, -1),
+        slots=batch.slot_table[read.unsqueeze(1), positions].long(),
+        calls=calls,
+        rounds=tuple(_rounds(tiles, items, device)),
     )
 
 
-def _rounds(tiles: list[_Tile], device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For k = 0, 1, …: the tiles with a k-th item, and that item."""
-    starts, total = [], 0
-    for tile in tiles:
-        starts.append(total)
-        total += len(tile.blocks)
+def _items(
+    tiles: list[_Tile],
+) -> tuple[list[tuple[int, int]], tuple[tuple[slice, slice], ...], list[int]]:
+    """The pairs (tile, block), the calls over them, and of each block that is read an item that reads it."""
+    by_block: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for index, tile in enumerate(tiles):
+        for block in tile.blocks:
+            by_block.setdefault((tile.sequence, block), []).append((index, block))
+    items = [item for group in by_block.values() if len(group) < _SHARED for item in group]
+    readers = list(range(len(items)))
+    calls = [(slice(0, len(items)), slice(0, len(items)))] if items else []
+    for group in by_block.values():
+        if len(group) >= _SHARED:
+            calls.append((slice(len(items), len(items) + len(group)), slice(len(readers), len(readers) + 1)))
+            readers.append(len(items))
+            items += group
+    return items, tuple(calls), readers
+
+
+def _rounds(
+    tiles: list[_Tile], items: list[tuple[int, int]], device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For k = 0, 1, …: the tiles with a k-th item, in order of position, and that item."""
+    where = {item: number for number, item in enumerate(items)}
     for k in range(max(len(tile.blocks) for tile in tiles)):
         having = [index for index, tile in enumerate(tiles) if len(tile.blocks) > k]
         yield (
             torch.tensor(having, device=device),
-            torch.tensor([starts[index] + k for index in having], device=device),
+            torch.tensor([where[index, tiles[index].blocks[k]] for index in having], device=device),
         )
 
 
