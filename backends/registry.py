@@ -53,11 +53,14 @@ def _runs_anywhere(device: torch.device, layout: KVLayout) -> str | None:
     return None
 
 
-# In order of preference where no name is given.
 _BUILT_IN: BackendSpecs = {
     TorchNativeBackend.name: BackendSpec(lambda args: TorchNativeBackend(), _runs_anywhere),
     TritonBackend.name: BackendSpec(lambda args: TritonBackend(), triton.unusable, always_absorbed),
 }
+
+# Where no name is given, in order of preference. Only built-in ones are chosen unasked.
+_AUTOMATIC = {"cuda": (TritonBackend.name, TorchNativeBackend.name)}
+_AUTOMATIC_ELSEWHERE = (TorchNativeBackend.name,)
 
 
 def load_specs(entries: Iterable[EntryPoint]) -> BackendSpecs:
@@ -97,11 +100,12 @@ def usable_spec(name: str, device: torch.device, layout: KVLayout, specs: Backen
 
 
 def automatic_name(device: torch.device, layout: KVLayout, specs: BackendSpecs) -> str:
-    """The preferred usable backend. Raises BackendError if there is none. Only built-in ones are chosen unasked."""
-    for name in _BUILT_IN:
-        if name in specs and specs[name].unusable(device, layout) is None:
+    """The preferred backend of the device that can serve here. Raises BackendError if there is none."""
+    preferred = _AUTOMATIC.get(device.type, _AUTOMATIC_ELSEWHERE)
+    for name in preferred:
+        if specs[name].unusable(device, layout) is None:
             return name
-    raise BackendError(f"no built-in attention backend can serve this model on {device}")
+    raise BackendError(f"none of {', '.join(preferred)} can serve this model on {device}")
 
 
 def _broken(reason: str) -> BackendSpec:

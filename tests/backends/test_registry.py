@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 import pytest
+import torch
 
 from backends.options import AttentionOptions
 from backends.registry import (
@@ -16,7 +17,7 @@ from backends.registry import (
     usable_spec,
 )
 from backends.setup import build_attention_backends
-from tests.backends.fakes import CPU, EXTERNAL, LATENT, LAYOUT, NamedBackend, registry
+from tests.backends.fakes import CPU, EXTERNAL, LATENT, LAYOUT, NamedBackend, named, registry
 
 
 def test_an_unknown_name_lists_what_is_usable_here_and_why_the_rest_is_not() -> None:
@@ -36,6 +37,19 @@ def test_an_unusable_name_says_why() -> None:
 
 def test_something_is_automatic_on_a_cpu() -> None:
     assert automatic_name(CPU, LAYOUT, installed_specs()) == "torch_native"
+
+
+@pytest.mark.parametrize(("reason", "chosen"), [(None, "triton"), ("it is not installed", "torch_native")])
+def test_on_a_gpu_triton_is_automatic_where_it_can_run(reason: str | None, chosen: str) -> None:
+    specs = {**registry(), "triton": named("triton", unusable=reason)}
+    assert automatic_name(torch.device("cuda"), LAYOUT, specs) == chosen
+    assert automatic_name(CPU, LAYOUT, specs) == "torch_native"
+
+
+def test_without_a_backend_that_fits_nothing_is_automatic() -> None:
+    specs = {"torch_native": named("torch_native", unusable="it cannot")}
+    with pytest.raises(BackendError, match="none of torch_native can serve this model on cpu"):
+        automatic_name(CPU, LAYOUT, specs)
 
 
 def test_a_backend_of_an_installed_package_is_built_by_its_name() -> None:
