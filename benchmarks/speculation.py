@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest
 from engine.request import SamplingParams
 
 BASELINE = "none"
-_WIDTHS = (20, 10, 8, 13, 10, 8)
+_WIDTHS = (20, 10, 8, 14, 10, 8)
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,7 @@ def speculation(
                 print(f"prompt {prompt.id}: skipped from here on ({error})", flush=True)
     if not rows:
         raise ValueError(f"{options.prompts}: no prompt fits in the context")
-    summary = summarise(rows, algorithms)
-    _print(summary, algorithms)
-    if options.json:
-        print(msgspec.json.encode(summary | {"skipped": skipped}).decode())
-    return 0 if summary["identical"] else 1
+    return report(rows, algorithms, skipped, options.json)
 
 
 def converse(
@@ -115,6 +111,22 @@ def summarise(rows: Sequence[Row], algorithms: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def report(rows: Sequence[Row], algorithms: Sequence[str], skipped: Sequence[str], as_json: bool) -> int:
+    """Print the measures; the exit code is 1 if any row differs."""
+    summary = summarise(rows, algorithms)
+    print_row(("category", "algorithm", "accept", "verified share", "tokens/s", "speed-up"), _WIDTHS)
+    for category, measures in [*summary["categories"].items(), ("all", summary)]:
+        for name in algorithms:
+            row = measures[name]
+            cells = (row["accept_length"], row["verified_share"], row["tokens_per_s"], row["speedup"])
+            print_row((category, name, *cells), _WIDTHS)
+    same = summary["rows"] - summary["different_rows"]
+    print(f"{same} of {summary['rows']} rows are identical with every algorithm")
+    if as_json:
+        print(msgspec.json.encode({**summary, "skipped": skipped}).decode())
+    return 0 if summary["identical"] else 1
+
+
 def _measures(rows: Sequence[Row], name: str) -> dict[str, float]:
     """Accept length, decoded tokens a second, and that over the baseline's."""
     answers = [row.answers[name] for row in rows]
@@ -138,17 +150,6 @@ def _difference(row: Row) -> str:
         for name, answer in row.answers.items()
         if answer.token_ids != expected
     )
-
-
-def _print(summary: Mapping[str, Any], algorithms: Sequence[str]) -> None:
-    print_row(("category", "algorithm", "accept", "verified share", "tokens/s", "speed-up"), _WIDTHS)
-    for category, measures in [*summary["categories"].items(), ("all", summary)]:
-        for name in algorithms:
-            row = measures[name]
-            cells = (row["accept_length"], row["verified_share"], row["tokens_per_s"], row["speedup"])
-            print_row((category, name, *cells), _WIDTHS)
-    same = summary["rows"] - summary["different_rows"]
-    print(f"{same} of {summary['rows']} rows are identical with every algorithm")
 
 
 if __name__ == "__main__":

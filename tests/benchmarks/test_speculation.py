@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from command import run
-from in_process import Answer, InProcess
+from in_process import Answer, InProcess, sources
 from prompts import Prompt
-from speculation import Row, converse, speculation, summarise
+from speculation import Row, converse, report, speculation, summarise
 from timing import Timing
 
 from engine.request import SamplingParams, SpeculationStats
@@ -47,12 +47,14 @@ def test_measures_by_category_and_in_all() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(1, 2, 4), (1, 2), (1, 2, 3, 4)])
-def test_one_different_token_is_told(tokens: tuple[int, ...]) -> None:
+def test_one_different_token_is_told(tokens: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
     same = Row("qa", {"none": answer((1, 2, 3), 1.0), "ngram": answer((1, 2, 3), 1.0)})
     different = Row("qa", {"none": answer((1, 2, 3), 1.0), "ngram": answer(tokens, 1.0)})
-    summary = summarise([same, different], ["none", "ngram"])
-    assert not summary["identical"]
-    assert summary["different_rows"] == 1
+    assert report([same], ["none", "ngram"], [], as_json=True) == 0
+    assert report([same, different], ["none", "ngram"], ["9"], as_json=True) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["identical"] is False
+    assert (summary["different_rows"], summary["skipped"]) == (1, ["9"])
 
 
 def test_turns_see_the_same_history_with_every_algorithm() -> None:
@@ -74,6 +76,14 @@ def test_turns_see_the_same_history_with_every_algorithm() -> None:
     assert rows[0].answers["none"].speculation.verify_steps == 0
     expected = tuple(engine.tokenizer.encode("yes"))
     assert [row.answers[name].token_ids for row in rows for name in row.answers] == [expected] * 4
+
+
+def test_what_the_first_step_brings_is_not_decoding() -> None:
+    engine = FakeEngine(ByteTokenizer(), reply="Hello, world", tokens_per_step=5)
+    with engine:
+        got = InProcess(engine, engine.tokenizer, CONTEXT_LEN).generate([1, 2], SamplingParams(max_tokens=64))
+    assert got.text == "Hello, world"
+    assert got.timing.decode_tokens == len("Hello, world") - 5
 
 
 def test_a_request_that_fails_ends_the_benchmark() -> None:
@@ -105,3 +115,11 @@ def test_a_whole_run(tmp_path: Path, temperature: str, capsys: pytest.CaptureFix
     for algorithm in ("none", "ngram"):
         assert {"accept_length", "tokens_per_s", "speedup"} <= set(summary[algorithm])
         assert summary[algorithm]["tokens_per_s"] > 0
+
+
+def test_engine_settings_also_come_from_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {"TANDEM_MODEL": "/nowhere/model.gguf"}
+    assert run(speculation, [], config=sources(environ)) == 2
+    assert "/nowhere/model.gguf" in capsys.readouterr().err
+    assert run(speculation, [], config=sources({"TANDEM_MODLE": "x"})) == 2
+    assert "TANDEM_MODLE" in capsys.readouterr().err
