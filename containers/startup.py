@@ -24,6 +24,7 @@ class Worker(Protocol):
     """What start-up asks of the generation worker."""
 
     def detect_mamba_commit(self) -> None: ...
+    def warm_up(self) -> None: ...
 
 
 class StartUpError(Exception):
@@ -74,6 +75,7 @@ class StartUp:
         yield _Action("mamba_commit", "generation", worker.detect_mamba_commit)
         for runner in runners:
             yield _Action("graphs", runner.role, runner.init_graphs)
+        yield _Action("graphs", "generation", worker.warm_up)
 
 
 async def _on_thread(undo: Callable[[], None]) -> None:

@@ -24,6 +24,10 @@ class PlainWorker:
     def detect_mamba_commit(self) -> None:
         """Start-up hook. Plain decoding never has anything to roll back."""
 
+    def warm_up(self) -> None:
+        """Last start-up hook: whatever a first pass sets up is set up before the first request."""
+        self.runner.time_pass(1)
+
     def max_draft_tokens(self, request: Request) -> int:
         return 0
 

@@ -7,6 +7,7 @@ Constructing a runner touches nothing that another component makes; the start-up
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +22,7 @@ from backends.setup import AttentionBackends, build_attention_backends, configur
 from engine.graphs import StepGraph, capture
 from engine.memory import num_slots
 from engine.options import CacheOptions
-from engine.request import Request
+from engine.request import Request, SamplingParams
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 from kernels.cpu.library import available as native_kernels_available
@@ -124,6 +125,18 @@ class ModelRunner:
         self.decode_attn_backend_group = ()
         self.model = self.kv_pool = self.slot_table = None
         self.stage = "closed"
+
+    def time_pass(self, rows: int) -> float:
+        """Seconds that a pass over `rows` rows of one sequence takes. For start-up, when all slots are free: it
+        writes to the first ones."""
+        assert self.slot_table is not None
+        request = Request("warm-up", [0], SamplingParams(), sink=lambda event: None, slots=list(range(rows)))
+        request.table_row = 0
+        self.slot_table.write(request.table_row, 0, request.slots)
+        batch = self.batch([SequenceStep(request, 1, samples=True, drafts=(0,) * (rows - 1))])
+        start = time.perf_counter()
+        self.forward(batch)
+        return time.perf_counter() - start
 
     # -- facts -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
-from speculative.adaptive import AcceptRates, Candidate, PayoffController
+from speculative.adaptive import TIMES_NEEDED, AcceptRates, Candidate, PayoffController
 from speculative.ngram import NgramDraft, NgramIndex
 from speculative.worker import SpeculativeWorker
 
@@ -44,6 +44,14 @@ class NgramWorker(SpeculativeWorker):
         self._max_match = max_match
         self._controller = controller
         self._drafting: dict[Request, _Drafting] = {}
+
+    def warm_up(self) -> None:
+        """Time passes of one row and of blocks, so that the first requests need not try out what drafting costs."""
+        super().warm_up()
+        most = min(self._num_draft_tokens, self.runner.max_context_len)
+        sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+        for rows in sizes * TIMES_NEEDED:
+            self._controller.observe_step(rows, self.runner.time_pass(rows))
 
     def max_draft_tokens(self, request: Request) -> int:
         wishes = request.speculation

@@ -61,6 +61,9 @@ class FakeWorker:
     def detect_mamba_commit(self) -> None:
         self._note("detect")
 
+    def warm_up(self) -> None:
+        self._note("warm up")
+
 
 HOOKS = [
     "load target",
@@ -70,8 +73,15 @@ HOOKS = [
     "detect",
     "graphs target",
     "graphs draft",
+    "warm up",
 ]
-STAGES = {"load": "runner", "backends": "attention_backends", "detect": "mamba_commit", "graphs": "graphs"}
+STAGES = {
+    "load": "runner",
+    "backends": "attention_backends",
+    "detect": "mamba_commit",
+    "graphs": "graphs",
+    "warm": "graphs",
+}
 
 
 async def test_each_hook_is_through_for_every_worker_before_the_next() -> None:
@@ -99,9 +109,8 @@ async def test_a_failing_hook_names_itself_and_undoes_what_was_done(failing: str
     parts = Parts(fails=failing)
     startup = parts.startup()
     hook, _, role = failing.partition(" ")
-    with pytest.raises(
-        StartUpError, match=rf"at {STAGES[hook]} of the {role or 'generation'} worker: out of luck"
-    ):
+    worker = role if role in ("target", "draft") else "generation"
+    with pytest.raises(StartUpError, match=f"at {STAGES[hook]} of the {worker} worker: out of luck"):
         async with startup.run():
             pytest.fail("start-up went on")
     done = HOOKS[: HOOKS.index(failing)]
