@@ -37,8 +37,9 @@ def paged_attention(
 
     query: [T, num_heads, head_dim], float32, float16 or bfloat16.
     key_cache: [slots, num_kv_heads, head_dim]; value_cache likewise with v_head_dim. Of any dtype that converts to
-        query's: for fp8 and int8, what is stored times `k_scale` or `v_scale` is meant. value_cache None: a value
-        is the first v_head_dim columns of its key (the latent cache of absorbed MLA).
+        query's: of fp8 (e4m3; on a GPU of capability 8.9 or later) and int8, what is stored times `k_scale` or
+        `v_scale` is meant. value_cache None: a value is the first v_head_dim columns of its key (the latent cache
+        of absorbed MLA), and k_scale is that of both.
     slot_table: [rows, max_context_len] int32, as `tiling` refers to it.
     window: tokens of context that a query sees, itself included. causal False: queries see all of the context.
     The last dimension of every tensor is contiguous. A result is in query's dtype.
