@@ -24,6 +24,7 @@ from engine.request import SamplingParams, SpeculationParams
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 2048  # of one API request, all prompts together
+MAX_TOKEN_IDS = 1024  # that a request biases, or stops at: each costs time at every token
 DEFAULT_COMPLETION_TOKENS = 16
 _MAX_INT64 = 2**63 - 1
 
@@ -131,12 +132,14 @@ class GenerationBody(WireModel):
     repetition_penalty: float | None = Field(None, gt=0)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=MAX_TOKEN_IDS
+    )
     seed: int | None = Field(None, ge=-_MAX_INT64 - 1, le=_MAX_INT64)
     n: int | None = Field(None, ge=1, le=128)
     min_tokens: int | None = Field(None, ge=0)
     stop: StopStrings | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -89,6 +89,12 @@ class Engine:
         """Queue requests, all or none. Raises InvalidRequest, QueueFull or EngineStopped, and then queued none."""
         for request in requests:
             self._check(request)
+        if len(requests) > self._max_queued:  # no use in trying again
+            raise InvalidRequest(
+                f"{len(requests)} choices at once are more than may wait here: {self._max_queued} "
+                "(--max-queued-requests)",
+                param="n",
+            )
         with self._wake:
             if not self._open:
                 raise EngineStopped("the engine is not running")

@@ -15,7 +15,7 @@ class QueueFull(Exception):
     """As many requests wait as may wait. `retry_after` is a guess in seconds."""
 
     def __init__(self, limit: int, retry_after: int) -> None:
-        super().__init__(f"{limit} requests are already waiting (--max-queued-requests)")
+        super().__init__(f"the queue is full: at most {limit} requests may wait (--max-queued-requests)")
         self.retry_after = retry_after
 
 

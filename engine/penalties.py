@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from engine.request import SamplingParams
 
+_MAX_PENALTY = 1e30  # far past what tells, and no logit overflows float32
+
 
 def needs_history(params: SamplingParams) -> bool:
     """Whether the choice of a token depends on how often others have occurred."""
@@ -48,7 +50,7 @@ class TokenHistory:
             seen[list(drafts)] = True
             np.add.at(counts, list(drafts), 1)
         if params.repetition_penalty != 1.0:
-            penalty = np.float32(params.repetition_penalty)
+            penalty = np.float32(min(max(params.repetition_penalty, 1 / _MAX_PENALTY), _MAX_PENALTY))
             ids = np.flatnonzero(seen)
             theirs = logits[ids]
             logits = logits.copy()

@@ -88,8 +88,9 @@ class SamplingRow:
             logits = self.history.penalize(logits, params, self.drafts)
         if self._below_min_tokens:
             ends = [token for token in {*self.eos_token_ids, *params.stop_token_ids} if token < vocab_size]
-            logits = logits.copy()
-            logits[ends] = -np.inf
+            if len(ends) < vocab_size:  # one token has to be chosen, and none of these ends the request yet
+                logits = logits.copy()
+                logits[ends] = -np.inf
         return logits
 
 

@@ -58,7 +58,9 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
         ({"stop": 5}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [257]}, "stop_token_ids"),
+        ({"stop_token_ids": [0] * 1025}, "stop_token_ids"),
         ({"logit_bias": {"257": 1}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
         ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
@@ -72,7 +74,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
         ({"guided_json": {}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 @pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
 def test_fields_out_of_range_are_named(client: httpx.Client, route: str, fields: dict, param: str) -> None:

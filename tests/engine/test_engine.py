@@ -96,16 +96,25 @@ def test_a_full_queue_refuses_at_once_and_takes_all_or_none() -> None:
         engine.submit(running)
         receiver.first.wait(10)
         three = [make_request(f"r{index}", "cd", max_tokens=1) for index in range(3)]
+        engine.submit(three[0][0])
         with pytest.raises(QueueFull) as refusal:
-            engine.submit(*(request for request, _ in three))
+            engine.submit(three[1][0], three[2][0])
         assert refusal.value.retry_after > 0
 
-        engine.submit(*(request for request, _ in three[:2]))
+        engine.submit(three[1][0])
         with pytest.raises(QueueFull):
             engine.submit(three[2][0])
         worker.gate.release(100)
         assert [inbox.wait().finish_reason for _, inbox in three[:2]] == ["length", "length"]
         assert three[2][1].events == []
+
+
+def test_more_choices_than_the_queue_ever_holds_are_the_clients_fault() -> None:
+    with running_engine(CountingWorker(), queued=2) as engine:
+        three = [make_request(f"r{index}", "cd", max_tokens=1) for index in range(3)]
+        with pytest.raises(InvalidRequest, match="--max-queued-requests") as refusal:
+            engine.submit(*(request for request, _ in three))
+        assert refusal.value.param == "n"
 
 
 def test_the_queue_opens_again_when_waiting_requests_are_aborted() -> None:

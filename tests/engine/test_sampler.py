@@ -319,6 +319,25 @@ def test_nothing_may_end_a_text_before_min_tokens(ignore_eos: bool) -> None:
     assert chosen(logits.expand(5, -1), *rows) == [5, 5, 5, 2, 2]
 
 
+@pytest.mark.parametrize("filters", [{"temperature": 0.0}, {}, {"top_p": 0.5}], ids=str)
+def test_where_every_token_would_end_it_one_is_chosen_all_the_same(filters: dict[str, Any]) -> None:
+    logits = random_logits(5)
+    masked = row(min_tokens=3, stop_token_ids=tuple(range(VOCAB)), **filters)
+    assert chosen(logits, masked) == chosen(logits, row(**filters))
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-46, 1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e300])
+def test_no_repetition_penalty_overflows(penalty: float, temperature: float) -> None:
+    seen = list(range(0, VOCAB, 2))
+    logits = random_logits(6)
+    logits[0, 0], logits[0, 1] = 0.0, -1.0
+    extreme = row(repetition_penalty=penalty, temperature=temperature, top_p=0.9, history=(seen, []))
+    with np.errstate(all="raise", under="ignore"):
+        result = sample(logits, [extreme])
+    assert not result.errors and 0 <= result.token_ids[0] < VOCAB
+
+
 def test_ids_past_the_vocabulary_are_harmless() -> None:
     logits = random_logits(9)
     odd = row(temperature=0.0, logit_bias={VOCAB: 50.0}, min_tokens=4, stop_token_ids=(VOCAB + 7,))
