@@ -230,7 +230,7 @@ class ModelRunner:
 
     def _kv_layout(self, model: CausalLM) -> KVLayout:
         wanted = self._cache_options.kv_cache_dtype
-        return model.kv_layout(model.dtype if wanted == "auto" else getattr(torch, wanted))
+        return model.kv_layout(model.kv_dtype if wanted == "auto" else getattr(torch, wanted))
 
 
 def _mode(query_lens: Sequence[int], prompt_rows: Sequence[int]) -> ForwardMode:

@@ -35,6 +35,11 @@ class CausalLM(torch.nn.Module, ABC):
     dtype: torch.dtype
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """What keys and values are held in where nothing else is asked for."""
+        return self.dtype
+
+    @property
     @abstractmethod
     def weight_format(self) -> str:
         """How most of its weights are held: `BF16`, `Q4_1/native`."""

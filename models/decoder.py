@@ -9,6 +9,7 @@ import torch
 
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVLayout
+from kernels.cpu.linear import SUFFIX as PACKED
 from models.base import CausalLM, HiddenStates
 from models.config import ModelConfig
 from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
@@ -39,6 +40,12 @@ class Decoder(CausalLM):
         self.lm_head = Linear(head)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.ropes = [RotaryEmbedding(rope, config, source.dtype, source.device) for rope in ropes]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        # Narrow weights that stay narrow get a cache to match: float32 there would be most of what a step reads.
+        kept = self.weight_format.endswith(PACKED) and not self.weight_format.startswith("F32")
+        return torch.bfloat16 if kept else self.dtype
 
     @property
     def weight_format(self) -> str:

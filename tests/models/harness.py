@@ -31,7 +31,7 @@ class Sequences:
         self.model = model
         self.backend = backend or TorchNativeBackend()
         num_slots = rows * length + 5
-        self.pool = KVPool(model.kv_layout(model.dtype), num_slots, torch.device("cpu"))
+        self.pool = KVPool(model.kv_layout(model.kv_dtype), num_slots, torch.device("cpu"))
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows
