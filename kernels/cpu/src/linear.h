@@ -100,8 +100,15 @@ static inline void tile_dot(const int8_t* activations, const uint8_t* weights, i
         : "memory");
 }
 
-// Adds groups [begin, end) to out [kRows][16]. The tile unit multiplies group g + 1 while group g is accumulated.
-template <class F, int kRows>
+template <class F>
+static inline const uint8_t* group_lines(const uint8_t* tile, int g) {
+    constexpr int groups_per_tile = F::columns / kGroup;
+    return tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
+}
+
+// Adds groups [begin, end) to out [kRows][16]. The tile unit multiplies group g + 1 while group g is accumulated. The
+// first block of rows to come by also fetches the weights that follow these: later, unpacking would wait for them.
+template <class F, int kRows, bool kFetch>
 static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end, const Record* records,
                        float* out) {
     constexpr int kSums = kRows == 16 ? kSums16 : kSums8;
@@ -121,9 +128,15 @@ static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, i
     };
     f32 y[kRows];
     for (int r = 0; r < kRows; r++) y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r);
+    const size_t ahead = (size_t)(end - begin) / groups_per_tile * F::bytes;
     dot(begin);
     for (int g = begin; g < end; g++) {
         if (g + 1 < end) dot(g + 1);
+        if (kFetch) {
+            const uint8_t* lines = group_lines<F>(tile, g);
+            constexpr int bytes = F::bytes / groups_per_tile;
+            for (int line = 0; line < bytes; line += 64) prefetch(lines + ahead + line);
+        }
         f32 d, d2, m;
         F::scales(tile + (size_t)(g / groups_per_tile) * F::bytes, g % groups_per_tile, d, d2, m);
         const Record& record = records[g];
@@ -151,24 +164,19 @@ constexpr int kUnpacked = 24;       // groups unpacked at a time: 12 KB, which l
 
 template <class F>
 static void many_rows(const uint8_t* tile, int groups, const Record* records, int rows, float* out) {
-    constexpr int groups_per_tile = F::columns / kGroup;
     alignas(64) uint8_t weights[kUnpacked * 512];
     for (int begin = 0; begin < groups; begin += kUnpacked) {
         const int end = begin + kUnpacked < groups ? begin + kUnpacked : groups;
         for (int g = begin; g < end; g++) {
-            const uint8_t* lines =
-                tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
-            for (int line = 0; line < F::Lines::bytes; line += 64) prefetch(lines + kPrefetch + line);
             i32 w[8];
-            F::Lines::unpack(lines, w);
+            F::Lines::unpack(group_lines<F>(tile, g), w);
             for (int j = 0; j < 8; j++) store_i(weights + (size_t)(g - begin) * 512 + 64 * j, w[j]);
         }
         const Record* block = records;
         for (int r = 0; r < rows; r += kBlockRows, block += groups) {
-            if (rows - r > 8)
-                block_rows<F, 16>(tile, weights, begin, end, block, out + kLanes * r);
-            else
-                block_rows<F, 8>(tile, weights, begin, end, block, out + kLanes * r);
+            auto add_block = r == 0 ? (rows - r > 8 ? block_rows<F, 16, true> : block_rows<F, 8, true>)
+                                    : (rows - r > 8 ? block_rows<F, 16, false> : block_rows<F, 8, false>);
+            add_block(tile, weights, begin, end, block, out + kLanes * r);
         }
     }
 }
