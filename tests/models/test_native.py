@@ -66,12 +66,15 @@ def test_a_quantised_model_has_one_arithmetic_for_prefill_chunk_decode_and_verif
 def test_quantised_logits_are_close_to_those_of_the_dequantised_weights(default_model: CausalLM) -> None:
     files = inspect_model(ModelOptions(model=str(default_model_path())))
     exact = load_model(files, CPU, Precision(torch.float32))
-    text = "The Pacific Ocean is the largest and deepest of Earth's five oceanic divisions. " * 3
-    ids = load_tokenizer(files).encode(text)
-    target = torch.tensor(ids[1:])
-    losses = [
-        torch.nn.functional.cross_entropy(sequences.extend({0: ids})[0][:-1], target).item()
-        for sequences in (Sequences(default_model, captured=True), Sequences(exact))
-    ]
-    assert losses[1] > 0.3, "a loss this small would prove nothing"
-    assert abs(losses[0] - losses[1]) < 0.005, "perplexity within 0.5 %"
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    ids = load_tokenizer(files).encode(text)[:160]
+    native, reference = (
+        sequences.extend({0: ids})[0][:-1].log_softmax(-1)
+        for sequences in (Sequences(default_model, 1, 512, captured=True), Sequences(exact, 1, 512))
+    )
+    target = torch.tensor(ids[1:])[:, None]
+    losses = [-logprobs.gather(1, target).mean().item() for logprobs in (native, reference)]
+    divergence = (reference.exp() * (reference - native)).sum(-1).mean().item()
+
+    assert abs(losses[0] - losses[1]) < 0.02, "perplexity within 2 %, on this little text"
+    assert divergence < 0.01
