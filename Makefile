@@ -1,8 +1,9 @@
 # `make serve` and `make test` need nothing done before: they create .venv and install into it, once.
 
 PYTHON ?= python3
-HOST ?= 127.0.0.1
-PORT ?= 8000
+# Left empty, these are the server's own defaults: 127.0.0.1 and 8000, or what TANDEM_HOST and TANDEM_PORT say.
+HOST ?=
+PORT ?=
 # A .gguf file, a Hugging Face folder or a hub id; empty serves the default model. ARGS are further flags.
 MODEL ?=
 ARGS ?=
@@ -22,7 +23,7 @@ SOURCES := pyproject.toml setup.py constraints.txt kernels/cpu/build.py $(wildca
 .PHONY: serve test test-native lint venv
 
 serve: .venv/installed
-	$(BIN)/tandem serve --host $(HOST) --port $(PORT) $(if $(MODEL),--model $(MODEL) )$(ARGS)
+	$(BIN)/tandem serve $(if $(HOST),--host $(HOST) )$(if $(PORT),--port $(PORT) )$(if $(MODEL),--model $(MODEL) )$(ARGS)
 
 test: lint
 	$(BIN)/pytest $(PYTEST_ARGS)

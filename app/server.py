@@ -98,12 +98,14 @@ def serve(settings: ServerSettings, wire: Callable[[EngineSettings], Application
     server = Server(config, lifecycle, settings.drain_timeout)
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    logger.info("listening on %s while %s loads", where, container.model_files().name)
     server.run(sockets=[listener])
     if server.exit_code == UNUSABLE:
         raise SettingsError(lifecycle.error)
     if lifecycle.error is not None:
         logger.error("%s", lifecycle.error)
+    logger.info("stopped")
     if lifecycle.gave_up:
         os._exit(server.exit_code)  # the hook that nobody waits for any more would hold the process
     return server.exit_code

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple, Protocol
 
 from anyio import CancelScope, to_thread
+
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -56,12 +60,15 @@ class StartUp:
         async with AsyncExitStack() as undo:
             for action in self._actions():
                 self.stage = action.hook
+                start = time.monotonic()
                 try:
                     await to_thread.run_sync(action.do, abandon_on_cancel=True)
                 except Exception as error:
                     raise StartUpError(
                         f"start-up failed at {action.hook} of the {action.role} worker: {error}"
                     ) from error
+                seconds = time.monotonic() - start
+                logger.info("%s of the %s worker: %.1f s", action.hook, action.role, seconds)
                 if action.undo is not None:
                     undo.push_async_callback(_on_thread, action.undo)
             yield

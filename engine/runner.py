@@ -112,6 +112,16 @@ class ModelRunner:
         self.decode_attn_backend = self._backends.decode_attn_backend
         self.decode_attn_backend_group = self._backends.decode_attn_backend_group
         self.stage = "attention_backends"
+        logger.info(
+            "%s: %s, weights %s, %d KV slots in %s, attention %s/%s",
+            self.role,
+            self.files.name,
+            model.weight_format,
+            slots,
+            str(layout.dtype).removeprefix("torch."),
+            self._backends.prefill_attention_backend_str,
+            self._backends.decode_attention_backend_str,
+        )
 
     def init_graphs(self) -> None:
         """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""

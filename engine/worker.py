@@ -65,4 +65,4 @@ class GenerationWorker(Protocol):
         """Told after the engine cut: `emitted` tokens of this step were kept."""
 
     def release(self, request: Request) -> None:
-        """The request has finished or was preempted: drop what is kept for it."""
+        """The request has ended: drop what is kept for it. One that is preempted keeps it, and comes back."""

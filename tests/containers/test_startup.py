@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -88,6 +89,19 @@ async def test_each_hook_is_through_for_every_worker_before_the_next() -> None:
     parts = Parts()
     async with parts.startup().run():
         assert parts.log == HOOKS
+
+
+async def test_the_log_tells_each_hook_and_its_worker(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "containers.startup"):
+        async with Parts().startup().run():
+            pass
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told[:3] == [
+        "runner of the target worker",
+        "runner of the draft worker",
+        "attention_backends of the target worker",
+    ]
+    assert len(told) == len(HOOKS)
 
 
 async def test_leaving_undoes_in_reverse() -> None:
