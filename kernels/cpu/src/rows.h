@@ -10,15 +10,15 @@ static void quantise_group(const float* x, Record& record, int row) {
     f32 a = load(x), b = load(x + 16);
     float amax = largest(max(abs(a), abs(b)));
     f32 inverse = splat(amax > 0.0f ? 127.0f / amax : 0.0f);
-    store_i8(record.values[row], to_int(mul(a, inverse)));
-    store_i8(record.values[row] + 16, to_int(mul(b, inverse)));
-    int32_t half[2] = {0, 0};
-    for (int i = 0; i < 16; i++) half[0] += record.values[row][i], half[1] += record.values[row][16 + i];
+    i32 first = to_int(mul(a, inverse)), second = to_int(mul(b, inverse));
+    store_i8(record.values[row], first);
+    store_i8(record.values[row] + 16, second);
+    const int32_t half = sum_i(first), other_half = sum_i(second);
     record.scale[row] = amax / 127.0f;
-    record.scaled_sum[row] = record.scale[row] * (float)(half[0] + half[1]);
-    record.sum[row] = -(half[0] + half[1]);
-    record.half_sum[0][row] = -half[0];
-    record.half_sum[1][row] = -half[1];
+    record.scaled_sum[row] = record.scale[row] * (float)(half + other_half);
+    record.sum[row] = -(half + other_half);
+    record.half_sum[0][row] = -half;
+    record.half_sum[1][row] = -other_half;
 }
 
 // The lanes beyond n of the last vector of a row, as zeros.
@@ -91,12 +91,12 @@ static void add_row(float* x, const float* y, int n) {
     });
 }
 
-static void write_kv(const float* x, void* out, int n, bool is_bf16) {
+static void write_kv(const float* x, void* out, int n, bool is_bf16) {  // n is a multiple of 16
     if (!is_bf16) {
         std::memcpy(out, x, sizeof(float) * n);
         return;
     }
-    for (int i = 0; i < n; i++) ((uint16_t*)out)[i] = to_bf16(x[i]);
+    for (int i = 0; i < n; i += 16) store_bf16((uint16_t*)out + i, load(x + i));
 }
 
 }  // namespace TANDEM_ISA

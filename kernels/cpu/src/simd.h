@@ -51,6 +51,13 @@ template <int N>
 static inline i32 shift_right(i32 a) { return _mm512_srli_epi32(a, N); }
 static inline f32 bits_to_float(i32 a) { return _mm512_castsi512_ps(a); }
 static inline void store_i8(int8_t* p, i32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+static inline int32_t sum_i(i32 a) { return _mm512_reduce_add_epi32(a); }
+static inline void store_bf16(void* p, f32 a) {  // to nearest even; NaN stays NaN
+    i32 bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_i(1));
+    i32 rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, splat_i(0x7fff))), 16);
+    rounded = _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), rounded, splat_i(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
+}
 static inline f32 load_f16(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline f32 load_bf16(const void* p) {
     return _mm512_castsi512_ps(
@@ -137,10 +144,15 @@ static inline f32 pow2(f32 n) {
     __m256i bias = _mm256_set1_epi32(127);
     return bits_to_float(shift_left<23>({_mm256_add_epi32(e.lo, bias), _mm256_add_epi32(e.hi, bias)}));
 }
-static inline void store_i8(int8_t* p, i32 a) {
-    alignas(32) int32_t lanes[16];
-    store_i(lanes, a);
-    for (int i = 0; i < 16; i++) p[i] = (int8_t)lanes[i];
+static inline void store_i8(int8_t* p, i32 a) {  // lanes within a byte's range
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+static inline int32_t sum_i(i32 a) {
+    __m256i h = _mm256_add_epi32(a.lo, a.hi);
+    __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+    q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 static inline f32 load_f16(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
@@ -213,6 +225,7 @@ static inline i32 shift_right(i32 a) { LANES a.v[i] = (int32_t)((uint32_t)a.v[i]
 static inline f32 bits_to_float(i32 a) { f32 r; std::memcpy(r.v, a.v, 64); return r; }
 static inline f32 pow2(f32 n) { i32 e = to_int(n); LANES e.v[i] = (e.v[i] + 127) << 23; return bits_to_float(e); }
 static inline void store_i8(int8_t* p, i32 a) { LANES p[i] = (int8_t)a.v[i]; }
+static inline int32_t sum_i(i32 a) { int32_t s = 0; LANES s += a.v[i]; return s; }
 static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, bits;
     if (exponent == 0) {
@@ -306,11 +319,16 @@ static inline f32 exp(f32 x) {
     return select_less(x, splat(-87.0f), splat(0.0f), mul(p, pow2(n)));
 }
 
-static inline uint16_t to_bf16(float f) {  // round to nearest even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &f, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)((bits >> 16) | 0x40);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+#if !defined(__AVX512F__)
+static inline void store_bf16(void* p, f32 a) {  // to nearest even; NaN stays NaN
+    uint32_t bits[16];
+    std::memcpy(bits, &a, 64);
+    for (int i = 0; i < 16; i++) {
+        const bool is_nan = (bits[i] & 0x7fffffff) > 0x7f800000;
+        const uint16_t rounded = is_nan ? 0x7fc0 : (bits[i] + 0x7fff + ((bits[i] >> 16) & 1)) >> 16;
+        std::memcpy((char*)p + 2 * i, &rounded, 2);
+    }
 }
+#endif
 
 }  // namespace TANDEM_ISA
