@@ -87,6 +87,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
         worker=worker,
         scheduler=scheduler.provider,
         tokenizer=tokenizer,
+        vocab_size=model_files.provided.config.vocab_size,
         max_context_len=max_context_len.provider,
         max_queued_requests=scheduler_options.max_queued_requests,
     )

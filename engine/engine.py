@@ -61,14 +61,19 @@ class Engine:
         worker: GenerationWorker,
         scheduler: Callable[[], Scheduler],
         tokenizer: Tokenizer,
+        vocab_size: int,
         max_context_len: Callable[[], int],
         max_queued_requests: int,
     ) -> None:
-        """`scheduler` and `max_context_len` are called when the loop starts: they depend on the loaded model."""
+        """`scheduler` and `max_context_len` are called when the loop starts: they depend on the loaded model.
+
+        `vocab_size` is the model's; its tokenizer may know more tokens than that, or fewer.
+        """
         self._worker = worker
         self._make_scheduler = scheduler
         self._get_max_context_len = max_context_len
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._max_queued = max_queued_requests
         self._wake = threading.Condition()
         self._inbox: deque[Request] = deque()
@@ -160,6 +165,12 @@ class Engine:
     def _check(self, request: Request) -> None:
         if not request.prompt_ids:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        highest = max(request.prompt_ids)
+        if highest >= self._vocab_size:  # some tokenizers have tokens that their model was never given
+            raise InvalidRequest(
+                f"token {highest} of the prompt is not in the model's vocabulary of {self._vocab_size}",
+                param="prompt",
+            )
         limit = self.max_context_len
         if limit and len(request.prompt_ids) >= limit + (request.sampling.max_tokens == 0):
             raise InvalidRequest(
@@ -174,9 +185,8 @@ class Engine:
                 self._wake.wait()
             if self._stopping:
                 return False
-            requests = list(self._inbox)
-            self._inbox.clear()
             aborts, self._aborts = self._aborts, set()
+            requests = list(self._inbox)
         for request in requests:
             # Sampling is keyed by the seed, so an unseeded request needs one that nobody else has.
             seed = request.sampling.seed
@@ -189,6 +199,7 @@ class Engine:
             )
             self._scheduler.add(request)
             self._totals["prompt_tokens"] += len(request.prompt_ids)
+            self._inbox.popleft()  # after it is live, so that num_unfinished never misses it
         for request_id in aborts:
             if live := self._live.get(request_id):
                 self._finish(live, OutputEvent(request_id, "", (), finish_reason="abort"))
@@ -327,7 +338,7 @@ class Engine:
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         with self._wake:
             self._open = False
-            requests = list(self._inbox)
+            requests = [request for request in self._inbox if request.request_id not in self._live]
             self._inbox.clear()
             self._waiting = 0
         lives = [

@@ -66,7 +66,7 @@ def capture(model: CausalLM, pool: KVPool, backend: AttentionBackend) -> StepGra
 
     A plan brings its own attention, so it stands in for the default backend only: another one was asked for.
     """
-    if pool.key.device.type != "cpu" or not isinstance(backend, TorchNativeBackend):
+    if pool.key.device.type != "cpu" or type(backend) is not TorchNativeBackend:
         return None
     plan = step_plan(model)
     if isinstance(plan, str):

@@ -141,7 +141,7 @@ def running_engine(
         table = SlotTable(running, context, torch.device("cpu"))
         return Scheduler(options, allocator, RadixCache(allocator), table)
 
-    engine = Engine(worker, scheduler, LetterTokenizer(), lambda: context, queued)
+    engine = Engine(worker, scheduler, LetterTokenizer(), LetterTokenizer.vocab_size, lambda: context, queued)
     failures: list[BaseException] = []
 
     def run() -> None:

@@ -9,7 +9,14 @@ import pytest
 from engine.engine import Engine
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.request import OutputEvent, Request, SamplingParams
-from tests.engine.fakes import CountingWorker, Receiver, letters, make_request, running_engine
+from tests.engine.fakes import (
+    CountingWorker,
+    LetterTokenizer,
+    Receiver,
+    letters,
+    make_request,
+    running_engine,
+)
 
 
 def slots_left(engine: Engine) -> int:
@@ -140,6 +147,13 @@ def test_the_queue_opens_again_when_waiting_requests_are_aborted() -> None:
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: str) -> None:
     with running_engine(CountingWorker()) as engine, pytest.raises(InvalidRequest):
         engine.submit(make_request("r", prompt)[0])
+
+
+def test_a_token_that_the_model_does_not_have_is_refused() -> None:
+    request, _ = make_request("r", "ab")
+    request.prompt_ids.append(LetterTokenizer.vocab_size)
+    with running_engine(CountingWorker()) as engine, pytest.raises(InvalidRequest, match="vocabulary of 27"):
+        engine.submit(request)
 
 
 def test_a_fault_of_one_request_ends_that_one_alone() -> None:
