@@ -124,6 +124,7 @@ def answer(
         make_worker(runner, tokenizer.eos_token_ids),
         scheduler,
         tokenizer,
+        runner.files.config.vocab_size,
         lambda: runner.max_context_len,
         1000,
     )
