@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from app.deps import TokenizerPort
 from app.errors import bad_request
 from app.protocol import Message, TemplateFields
 from app.tokenizing import off_loop
+
+_TURN_CHARS = 100  # what a turn costs beside its text
 
 
 def template_messages(messages: Sequence[Message], template: str | None) -> list[dict[str, Any]]:
@@ -40,12 +43,11 @@ def _arguments(text: str | None, where: str) -> dict[str, Any]:
 
 async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_tools: bool = True) -> list[int]:
     """Token ids of the templated messages. Raises ApiError 400 where the template refuses them."""
-    messages = template_messages(fields.messages, tokenizer.chat_template)
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
 
     def render() -> list[int]:
+        tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
         text = tokenizer.apply_chat_template(
-            messages,
+            template_messages(fields.messages, tokenizer.chat_template),
             tools=tools or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=bool(fields.continue_final_message),
@@ -55,6 +57,13 @@ async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_too
         return tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
 
     try:
-        return await off_loop(render, sum(len(message.content or "") for message in fields.messages))
+        return await off_loop(render, _size(fields))
     except ValueError as error:
         raise bad_request(str(error), "messages") from error
+
+
+def _size(fields: TemplateFields) -> float:
+    """How much there is to render, in characters; tools and variables, which nest, count as plenty."""
+    if fields.tools or fields.chat_template_kwargs or any(message.tool_calls for message in fields.messages):
+        return math.inf
+    return sum(_TURN_CHARS + len(message.content or "") for message in fields.messages)

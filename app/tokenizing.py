@@ -10,14 +10,14 @@ from anyio import to_thread
 from app.deps import TokenizerPort
 from app.errors import ApiError, bad_request
 
-_OFF_LOOP_CHARS = 16_384  # below this a thread costs more than the work
+_OFF_LOOP_SIZE = 16_384  # below this a thread costs more than the work
 
 T = TypeVar("T")
 
 
-async def off_loop(work: Callable[[], T], chars: int) -> T:
-    """`work()`, on a thread where it reads so many `chars` that the event loop would stall."""
-    return await to_thread.run_sync(work) if chars > _OFF_LOOP_CHARS else work()
+async def off_loop(work: Callable[[], T], size: float) -> T:
+    """`work()`, on a thread where it goes through so much (characters, bytes or tokens) that the loop would stall."""
+    return await to_thread.run_sync(work) if size > _OFF_LOOP_SIZE else work()
 
 
 async def encode_prompts(
@@ -26,14 +26,14 @@ async def encode_prompts(
     """Token ids of each prompt. Raises ApiError 400 for ids outside the vocabulary and prompts without tokens."""
 
     def encode() -> list[list[int]]:
-        return [tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+        encoded = [tokenizer.encode(p, add_special_tokens) if isinstance(p, str) else p for p in prompts]
+        for ids in encoded:
+            if not ids:
+                raise bad_request("a prompt has no tokens", "prompt")
+            check_vocabulary(tokenizer, ids, "prompt")
+        return encoded
 
-    encoded = await off_loop(encode, sum(map(len, prompts)))
-    for ids in encoded:
-        if not ids:
-            raise bad_request("a prompt has no tokens", "prompt")
-        check_vocabulary(tokenizer, ids, "prompt")
-    return encoded
+    return await off_loop(encode, sum(map(len, prompts)))
 
 
 def check_vocabulary(tokenizer: TokenizerPort, ids: Sequence[int], param: str) -> None:

@@ -14,6 +14,7 @@ from app.answers import encode
 from app.deps import ServerDeps
 from app.errors import ApiError, unavailable
 from app.protocol import parse_body
+from app.tokenizing import off_loop
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -57,7 +58,8 @@ async def read_bytes(request: Request, limit: int) -> bytes:
 
 async def read_body(request: Request, kind: type[ModelT], deps: ServerDeps) -> ModelT:
     """The body as a wire type, for the model that is served. Raises ApiError 400, 404, 413 or 415."""
-    body = parse_body(kind, await read_bytes(request, deps.max_request_bytes))
+    data = await read_bytes(request, deps.max_request_bytes)
+    body = await off_loop(lambda: parse_body(kind, data), len(data))
     check_model(getattr(body, "model", None), deps)
     return body
 

@@ -34,19 +34,24 @@ def tokenize_routes(deps: ServerDeps) -> list[BaseRoute]:
         else:
             text, special = body.prompt, body.add_special_tokens is not False
             tokens = await off_loop(lambda: tokenizer.encode(text, special), len(text))
-        strings = None
-        if body.return_token_strs:
-            strings = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
-        return json_response(TokenizeAnswer(len(tokens), deps.max_context_len(), tokens, strings))
+
+        def answer() -> Response:
+            strings = None
+            if body.return_token_strs:
+                strings = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+            return json_response(TokenizeAnswer(len(tokens), deps.max_context_len(), tokens, strings))
+
+        return await off_loop(answer, len(tokens))
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, deps)
         tokenizer = deps.tokenizer()
-        check_vocabulary(tokenizer, body.tokens, "tokens")
-        # As vLLM: what went in comes out, special tokens included.
-        text = await off_loop(
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), len(body.tokens)
-        )
-        return json_response({"prompt": text})
+
+        def answer() -> Response:
+            check_vocabulary(tokenizer, body.tokens, "tokens")
+            # As vLLM: what went in comes out, special tokens included.
+            return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+        return await off_loop(answer, len(body.tokens))
 
     return [api_route("/tokenize", tokenize, deps), api_route("/detokenize", detokenize, deps)]

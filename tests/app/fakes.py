@@ -16,6 +16,7 @@ import jinja2
 import tokenizers
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers
 
 from app.deps import ServerDeps
@@ -276,7 +277,7 @@ def make_app(engine: FakeEngine, status: FakeStatus | None = None, /, **changes:
 
 
 @contextmanager
-def serving(app: Starlette) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """Serve `app` on a free port of this machine; gives its base URL."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

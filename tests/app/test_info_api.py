@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,53 @@ def test_a_model_name_may_have_slashes() -> None:
 def test_version_and_server_info(client: httpx.Client) -> None:
     assert client.get("/version").json() == {"version": "9.9"}
     assert client.get("/server_info").json() == {"version": "9.9", "stage": "ready"}
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Notes on which threads it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, add_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.threads.add(threading.get_ident())
+        return super().token_bytes(token_id)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        self.threads.add(threading.get_ident())
+        return super().apply_chat_template(messages, **variables)
+
+
+_MANY = [{"role": "user", "content": "x"}] * 1000
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 20_000}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x" * 20_000, "return_token_strs": True},
+        {"messages": _MANY},
+        {"messages": _MANY[:1], "tools": [_TOOL]},
+    ],
+    ids=["text", "messages", "tools"],
+)
+def test_the_event_loop_does_none_of_the_work_of_a_large_body(body: dict[str, Any]) -> None:
+    engine = FakeEngine(tokenizer := WatchedTokenizer())
+    loops: set[int] = set()
+    app = make_app(engine)
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        loops.add(threading.get_ident())
+        await app(scope, receive, send)
+
+    with engine, serving(noting) as url:
+        assert httpx.post(f"{url}/tokenize", json=body).status_code == 200
+    assert loops and tokenizer.threads and not loops & tokenizer.threads
 
 
 def test_text_is_tokenized(client: httpx.Client, tokenizer: ByteTokenizer) -> None:
