@@ -56,7 +56,8 @@ class Tokenizer:
         half of a surrogate pair.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # The library lets other threads run meanwhile only in calls for a batch.
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:  # how the library refuses a str that UTF-8 cannot spell
             raise InvalidRequest(
                 "the text is not valid Unicode: it holds half of a surrogate pair"
@@ -64,7 +65,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are no character become U+FFFD; ids that are no token are left out."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for within a text; it need not be whole characters. Empty if it is no token."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,18 @@ class TestRefusals:
     def test_half_a_surrogate_pair_is_the_request_s_fault(self, tokenizer: Tokenizer) -> None:
         with pytest.raises(InvalidRequest, match="not valid Unicode"):
             tokenizer.encode("a\ud83d")
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_gone_through(tokenizer: Tokenizer, work: str) -> None:
+    text = "a few words " * 50_000
+    ids = tokenizer.encode(text) * 20
+    thread = threading.Thread(
+        target=lambda: tokenizer.encode(text) if work == "encode" else tokenizer.decode(ids)
+    )
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert turns > 5  # a held interpreter lock would leave one or two: before the call, and behind it
