@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from anyio import to_thread
 
 from app.deps import TokenizerPort
 from app.errors import bad_request
 from app.protocol import Message, TemplateFields
-from app.tokenizing import off_loop
-
-_TURN_CHARS = 100  # what a turn costs beside its text
 
 
 def template_messages(messages: Sequence[Message], template: str | None) -> list[dict[str, Any]]:
@@ -57,13 +55,7 @@ async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_too
         return tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
 
     try:
-        return await off_loop(render, _size(fields))
+        # A template is a program that came with the model: the event loop does not wait for it.
+        return await to_thread.run_sync(render)
     except ValueError as error:
         raise bad_request(str(error), "messages") from error
-
-
-def _size(fields: TemplateFields) -> float:
-    """How much there is to render, in characters; tools and variables, which nest, count as plenty."""
-    if fields.tools or fields.chat_template_kwargs or any(message.tool_calls for message in fields.messages):
-        return math.inf
-    return sum(_TURN_CHARS + len(message.content or "") for message in fields.messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from app.version import version
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+BROKEN_PIPE = 141
 
 _EPILOGUE = (
     "Every option can also be set in the environment (--page-size as TANDEM_PAGE_SIZE) or in a YAML or TOML file "
@@ -125,11 +127,20 @@ def explain(error: SettingsError) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `argv` (default: this process's own); returns the exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
     try:
         command, bound = parse(sys.argv[1:] if argv is None else argv, os.environ)
-        return command(*bound.args, **bound.kwargs) or 0
+        code = command(*bound.args, **bound.kwargs) or 0
+        sys.stdout.flush()
+        return code
     except SettingsError as error:
         return explain(error)
+    except (
+        BrokenPipeError
+    ):  # whoever reads has seen enough; what is still buffered must not fail again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
+from app.settings import SettingsError
 from engine.request import SamplingParams
 
 _SAMPLING = Group.create_ordered("Sampling")
@@ -15,7 +16,7 @@ _SAMPLING = Group.create_ordered("Sampling")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """How the next token is chosen, and when to stop."""
+    """How the next token is chosen, and when to stop. Raises SettingsError for settings that say nothing."""
 
     max_tokens: Annotated[
         int | None,
@@ -68,6 +69,10 @@ class SamplingSettings:
         Parameter(group=_SAMPLING, help="Text that ends the answer; may be given several times."),
     ] = ()
     ignore_eos: Annotated[bool, Parameter(group=_SAMPLING, help="Go on where the model would end.")] = False
+
+    def __post_init__(self) -> None:
+        if "" in self.stop:
+            raise SettingsError("--stop is empty: give it a text, or leave it out")
 
     def params(self, room: int) -> SamplingParams:
         """As the engine takes them, for a prompt that leaves `room` tokens of its context."""

@@ -162,6 +162,9 @@ class EngineSettings:
     ] = None
 
     def __post_init__(self) -> None:
+        # An empty value is a variable that was never set, not a wish: no key, any address, this folder.
+        if empty := next((name for name in self.__dataclass_fields__ if getattr(self, name) == ""), None):
+            raise SettingsError(f"--{empty.replace('_', '-')} is empty: give it a value, or leave it out")
         pool, page, context = self.max_total_tokens, self.page_size, self.context_length
         if pool is not None and pool < page:
             raise SettingsError(

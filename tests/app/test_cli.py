@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["chat", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
         (["serve", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
         (["generate", "hi", "--temperature", "-1"], "--temperature"),
+        (["generate", "hi", "--stop", ""], "--stop"),
+        (["serve", "--api-key", ""], "--api-key"),
+        (["serve", "--host", ""], "--host"),
+        (["serve", "--model", ""], "--model"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line_with_exit_code_2(
@@ -86,6 +91,27 @@ def test_generate_prints_the_continuation(model: list[str], capsys: pytest.Captu
         assert ("8 tokens" in captured.err) == ("--stats" in more)
     assert texts[0] == texts[1]
     assert texts[0].strip()
+
+
+def generate(arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """`tandem generate` as a process."""
+    command = [sys.executable, "-m", "app.cli", "generate", "abc", *arguments, "--ignore-eos"]
+    return subprocess.run(command, stderr=subprocess.PIPE, check=False, **options)
+
+
+def test_a_reader_that_leaves_early_ends_it_quietly(model: list[str]) -> None:
+    ended, left = os.pipe()
+    os.close(ended)
+    with os.fdopen(left, "wb") as stdout:
+        done = generate(model, stdout=stdout)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_what_the_terminal_cannot_show_is_replaced(model: list[str]) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = generate([*model, "--max-tokens", "50", "--seed", "1"], stdout=subprocess.PIPE, env=environ)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii() and b"?" in done.stdout
 
 
 def test_generate_refuses_a_prompt_that_does_not_fit(
