@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.answers import encode
 from app.errors import ApiError
@@ -38,18 +39,25 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def body(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            await message({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def message(content: Message) -> None:
+            try:
+                await send(content)
+            except (OSError, RuntimeError) as error:  # how servers tell that the connection was reset
+                raise ClientDisconnect from error
 
         async with self._generation.attached(receive):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            try:
-                async for chunk in self._chunks:
-                    await body(chunk)
-                await body(DONE, more=False)
-            except ClientDisconnect:
-                return
-            except ApiError as error:
-                await body(event(error.body()), more=False)
-            except Exception:
-                await body(event(ApiError(500, "internal server error").body()), more=False)
-                raise
+            with suppress(ClientDisconnect):
+                await message({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                try:
+                    async for chunk in self._chunks:
+                        await body(chunk)
+                    await body(DONE, more=False)
+                except ApiError as error:
+                    await body(event(error.body()), more=False)
+                except ClientDisconnect:
+                    raise
+                except Exception:
+                    await body(event(ApiError(500, "internal server error").body()), more=False)
+                    raise

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from app.errors import ApiError
 from app.generation import Generator, collect
 from app.metrics import Metrics
+from app.sse import EventStream
 from engine.request import OutputEvent, Request, SamplingParams, SpeculationParams
 from tests.app.fakes import ByteTokenizer, FakeEngine, FakeStatus, http_server, make_app, serving
 
@@ -216,6 +218,28 @@ async def test_events_of_one_burst_are_read_together_and_in_order(hand: HandEngi
             hand.send(index, text, finish)
     bursts = [[(index, event.text) for index, event in burst] async for burst in generation]
     assert bursts == [[(0, "a"), (1, "a"), (0, "b"), (1, "b")]]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refused", [0, 1], ids=["the status", "a chunk"])
+@pytest.mark.parametrize("reason", [RuntimeError("the handler is closed"), OSError()], ids=repr)
+async def test_a_connection_that_was_reset_ends_a_stream_quietly(
+    hand: HandEngine, refused: int, reason: Exception
+) -> None:
+    generation = generator_over(hand).start("id", [[1]], 1, SamplingParams(), SpeculationParams())
+    sent: list[str] = []
+
+    async def send(message: Any) -> None:
+        if len(sent) == refused:
+            raise reason
+        sent.append(message["type"])
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+
+    await EventStream(generation, chunks())({"type": "http"}, never_disconnects, send)
+    assert len(sent) == refused
+    assert hand.aborted == ["id-0"]
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
