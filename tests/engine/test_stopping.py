@@ -58,7 +58,9 @@ def whole_text(ids: Sequence[int], final: bool) -> str:
     """Text of `ids`, without a last character that is still under way unless nothing follows."""
     data = b"".join(PIECES[token] for token in ids if token != EOS)
     if not final:
-        under_way = next((part for part in (b"\xc3", b"\xf0\x9f") if data.endswith(part)), b"")
+        under_way = next(
+            (part for part in (b"\xf0\x9f\xa9", b"\xf0\x9f", b"\xc3") if data.endswith(part)), b""
+        )
         data = data.removesuffix(under_way)
     return data.decode(errors="replace")
 
