@@ -19,10 +19,10 @@ from app.lifecycle import Lifecycle
 from app.probes import probe_routes
 from app.routes import routes
 from app.settings import EngineSettings, ServerSettings, SettingsError
-from app.threads import default_threads, set_threads
 from app.version import version
 from backends.registry import installed_specs
 from containers.application import ApplicationContainer
+from kernels.threads import default_threads, set_threads
 from models.base import ModelError
 
 

@@ -25,7 +25,7 @@ class StartUpPort(Protocol):
     def run(self) -> AbstractAsyncContextManager[None]: ...
 
 
-class EnginePort(Protocol):
+class DecodeLoop(Protocol):
     """What is asked of the engine here. `run` occupies its thread, and sets `started` once it takes requests."""
 
     @property
@@ -47,11 +47,11 @@ class Lifecycle:
     `gave_up` if it was stopped while it started, so that a thread may still be in a hook.
     """
 
-    def __init__(self, startup: StartUpPort, engine: Callable[[], EnginePort]) -> None:
+    def __init__(self, startup: StartUpPort, engine: Callable[[], DecodeLoop]) -> None:
         """`engine` is called once start-up is through."""
         self._startup = startup
         self._get_engine = engine
-        self._engine: EnginePort | None = None
+        self._engine: DecodeLoop | None = None
         self._scope: CancelScope | None = None  # of a run that is starting up
         self._draining = False
         self._failure: BaseException | None = None  # of the decode loop, set on its thread
@@ -131,13 +131,13 @@ class Lifecycle:
         if self._failure is not None:
             raise EngineFailed(f"the decode loop failed: {self._failure!r}") from self._failure
 
-    async def _announce(self, engine: EnginePort, task_status: TaskStatus[None]) -> None:
+    async def _announce(self, engine: DecodeLoop, task_status: TaskStatus[None]) -> None:
         await to_thread.run_sync(engine.started.wait)
         if self._failure is None:
             task_status.started()
             logger.info("ready")
 
-    def _run_loop(self, engine: EnginePort) -> None:
+    def _run_loop(self, engine: DecodeLoop) -> None:
         try:
             engine.run()
         except BaseException as error:

@@ -11,7 +11,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.request import FinishReason, OutputEvent, Request, TokenLogprob
@@ -285,7 +285,7 @@ class Engine:
         if finish is not None:
             self._finish(live, event)
         else:
-            self._send(live, event)
+            self._send(request, event)
 
     def _count(self, step: SequenceStep, kept: int, accepted: int) -> None:
         totals, stats = self._totals, step.request.stats
@@ -309,22 +309,15 @@ class Engine:
         reason: FinishReason = event.finish_reason or "stop"
         self._finished[reason] += 1
         self._totals["cached_tokens"] += request.prefix_hit_tokens or 0
-        self._send(live, event)
+        self._send(request, event)
 
-    def _send(self, live: _Live, event: OutputEvent) -> None:
-        request = live.request
-        complete = OutputEvent(
-            event.request_id,
-            event.text,
-            event.token_ids,
-            event.logprobs,
-            event.finish_reason,
-            event.stop_reason,
-            event.error,
+    def _send(self, request: Request, event: OutputEvent) -> None:
+        """Send `event` with the request's counts, which are the same for whoever made it."""
+        complete = replace(
+            event,
             prompt_tokens=len(request.prompt_ids),
             completion_tokens=len(request.output_ids),
             cached_tokens=request.prefix_hit_tokens or 0,
-            prompt_logprobs=event.prompt_logprobs,
             speculation=request.stats if event.finish_reason is not None else None,
         )
         try:
@@ -338,18 +331,14 @@ class Engine:
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         with self._wake:
             self._open = False
-            requests = [request for request in self._inbox if request.request_id not in self._live]
+            requests = [live.request for live in self._live.values()]
+            requests += [request for request in self._inbox if request.request_id not in self._live]
             self._inbox.clear()
             self._waiting = 0
-        lives = [
-            *self._live.values(),
-            *(_Live(r, StopChecker(self._tokenizer, r, 0), None) for r in requests),
-        ]
         self._live.clear()
-        for live in lives:
+        for request in requests:
             self._finished[reason] += 1
-            event = OutputEvent(live.request.request_id, "", (), finish_reason=reason, error=error)
-            self._send(live, event)
+            self._send(request, OutputEvent(request.request_id, "", (), finish_reason=reason, error=error))
 
     def _publish(self) -> None:
         scheduler, totals = self._scheduler, self._totals

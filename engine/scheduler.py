@@ -96,7 +96,7 @@ class Scheduler:
         room = len(request.slots) - request.cached_len - 1
         if drafts > room:
             spare = self.allocator.num_free + self.cache.evictable
-            pages = min(-(-(drafts - room) // page), spare // page)
+            pages = min(self._pages(drafts - room), spare // page)
             self._grow(request, pages)
             room += pages * page
         return min(drafts, room)

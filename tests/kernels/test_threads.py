@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from app.threads import default_threads
 from kernels.cpu.library import physical_cores
+from kernels.threads import default_threads
 
 
 @pytest.mark.parametrize(
