@@ -34,7 +34,6 @@ def step_plan(model: CausalLM) -> StepPlan | str:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         intermediate=config.intermediate_size,
-        vocab=config.vocab_size,
         eps=config.rms_norm_eps,
         attention_scale=config.attention_scale,
         embedding_scale=model.embed_tokens.scale,

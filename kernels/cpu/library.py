@@ -78,6 +78,7 @@ def _load() -> ctypes.CDLL | str:
         "tandem_packed_bytes": (int64, (int32, int32, int32)),
         "tandem_pack": (None, (int32, int32, int32, pointer, pointer)),
         "tandem_dequantise_rows": (int32, (pointer, pointer, int32, pointer)),
+        "tandem_select_rows": (int32, (pointer, pointer, int32, pointer)),
         "tandem_linear": (int32, (pointer, pointer, int32, pointer)),
         "tandem_step": (int32, (pointer, pointer)),
     }

@@ -55,6 +55,20 @@ def slice_rows(weight: PackedWeight, start: int, rows: int) -> PackedWeight:
     return PackedWeight(weight.format, data, rows, weight.columns)
 
 
+def select_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+    """Rows `rows` (int64 [L]) of a packed weight, in that order, in memory of their own.
+
+    Raises NativeError for a row that the weight does not have.
+    """
+    rows = rows.to(torch.int64).contiguous()
+    count = rows.shape[0]
+    number = FORMATS[weight.format.removesuffix(SUFFIX)]
+    data = torch.empty(library().tandem_packed_bytes(number, count, weight.columns), dtype=torch.uint8)
+    described = native(weight)
+    check(library().tandem_select_rows(ctypes.addressof(described), rows.data_ptr(), count, data.data_ptr()))
+    return PackedWeight(weight.format, data, count, weight.columns)
+
+
 def native(weight: PackedWeight, bias: torch.Tensor | None = None) -> NativeWeight:
     """What the library sees of a packed weight. It holds pointers only: the tensors must outlive it.
 

@@ -32,7 +32,6 @@ class StepSpec:
     kv_heads: int
     head_dim: int
     intermediate: int
-    vocab: int
     eps: float
     attention_scale: float
     embedding_scale: float = 1.0
@@ -47,6 +46,7 @@ class LayerWeights:
     attention_out_norm, mlp_out_norm: norms on what a sublayer adds to the residual stream.
     q_norm, k_norm: [head_dim] norms on each head before the rotary embedding.
     window: positions a query sees, itself included; None: all.
+    causal: queries see no later token, also in a batch that is not causal.
     """
 
     q: PackedWeight
@@ -72,6 +72,7 @@ class LayerWeights:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     window: int | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,7 +117,7 @@ class _Layer(ctypes.Structure):
         *((name, NativeWeight) for name in _MATRICES),
         *((name, ctypes.c_void_p) for name in _VECTORS),
         ("window", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
     )
 
 
@@ -130,7 +131,6 @@ class _Model(ctypes.Structure):
         ("kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
         ("intermediate", ctypes.c_int32),
-        ("vocab", ctypes.c_int32),
         ("activation", ctypes.c_int32),
         ("max_positions", ctypes.c_int32),
         ("eps", ctypes.c_float),
@@ -199,6 +199,7 @@ class StepPlan:
             raise ValueError(f"no native step plan: {why_not}")
         self.spec = spec
         self._num_layers = len(layers)
+        self._vocab = head.rows
         self._held: list[object] = [embedding, head, *layers]  # what the structs point at
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._model = _Model(
@@ -208,7 +209,6 @@ class StepPlan:
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             intermediate=spec.intermediate,
-            vocab=spec.vocab,
             activation=_ACTIVATIONS[spec.activation],
             max_positions=min(layer.cos.shape[0] for layer in layers),
             eps=spec.eps,
@@ -223,10 +223,10 @@ class StepPlan:
     def run(self, batch: StepBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Write the batch's keys and values, and return logits and captured states.
 
-        Logits are [L, vocab] float32; captures map each of `capture_layers` to the residual stream after that
+        Logits are [L, head.rows] float32; captures map each of `capture_layers` to the residual stream after that
         layer, [T, hidden] float32. Raises NativeError for ids, positions, slots or lengths out of range.
         """
-        logits = torch.empty(batch.logits_rows.shape[0], self.spec.vocab, dtype=torch.float32)
+        logits = torch.empty(batch.logits_rows.shape[0], self._vocab, dtype=torch.float32)
         return logits, self._call(batch, logits=logits.data_ptr())
 
     def argmax(self, batch: StepBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
@@ -282,7 +282,7 @@ class StepPlan:
             for name in _MATRICES
         }
         vectors = {name: self._pointer(getattr(layer, name)) for name in _VECTORS}
-        return _Layer(**matrices, **vectors, window=layer.window or 0)
+        return _Layer(**matrices, **vectors, window=layer.window or 0, causal=layer.causal)
 
     def _padded(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The bias in float32 and whole vectors of 16, held."""

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import library
-from kernels.cpu.linear import can_pack, dequantize, linear, pack, slice_rows
+from kernels.cpu.linear import can_pack, dequantize, linear, pack, select_rows, slice_rows
 from kernels.packed import PackedWeight, pack_float
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=str(library.reason()))
@@ -84,6 +84,16 @@ def test_rows_are_looked_up_in_the_order_asked() -> None:
     weight = file_weight("Q8_0")
     rows = torch.tensor([36, 0, 17, 17])
     assert torch.equal(dequantize(pack(weight), rows), reference(weight)[rows])
+
+
+@pytest.mark.parametrize("name", (*QUANTISED, *FLOATS))
+def test_selected_rows_are_those_rows_packed_alone(name: str | torch.dtype) -> None:
+    weight = file_weight(name) if isinstance(name, str) else float_weight(name)
+    rows = torch.tensor([36, 0, 17, 17, 3, 35, *range(20, 35)])
+    alone = PackedWeight(weight.format, weight.data[rows], len(rows), weight.columns)
+    assert torch.equal(select_rows(pack(weight), rows).data, pack(alone).data)
+    with pytest.raises(library.NativeError):
+        select_rows(pack(weight), torch.tensor([ROWS]))
 
 
 @pytest.mark.parametrize("name", QUANTISED)

@@ -90,7 +90,7 @@ def q8_0(matrix: torch.Tensor) -> PackedWeight:
     return PackedWeight("Q8_0", blocks.flatten(1), *matrix.shape)
 
 
-def plan_of(model: PreTrainedModel, hold: object = pack_float) -> StepPlan:
+def plan_of(model: PreTrainedModel, hold: object = pack_float, causal: bool = False) -> StepPlan:
     """The plan of a transformers model, its matrices as `hold` makes them. Gate and up are slices of one."""
     config, decoder = model.config, model.model
     is_gemma = isinstance(model, Gemma3ForCausalLM)
@@ -148,6 +148,7 @@ def plan_of(model: PreTrainedModel, hold: object = pack_float) -> StepPlan:
                 q_norm=norm(getattr(attention, "q_norm", None)),
                 k_norm=norm(getattr(attention, "k_norm", None)),
                 window=window,
+                causal=causal,
                 **tables(kind),
                 **biases,
             )
@@ -158,7 +159,6 @@ def plan_of(model: PreTrainedModel, hold: object = pack_float) -> StepPlan:
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         intermediate=config.intermediate_size,
-        vocab=VOCAB,
         eps=config.rms_norm_eps,
         attention_scale=decoder.layers[0].self_attn.scaling,
         embedding_scale=config.hidden_size**0.5 if is_gemma else 1.0,
@@ -260,6 +260,22 @@ def test_queries_see_each_other_both_ways_when_not_causal() -> None:
     pool.logits((0, ids[:24], 24))
     block, _ = pool.plan.run(pool.batch([(0, ids, 16)], causal=False))
     torch.testing.assert_close(block, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layers_that_are_causal_stay_so_in_a_batch_that_is_not() -> None:
+    model, ids = randomised(llama), tokens(40)
+    pool = Pool(plan_of(model, causal=True))
+    expected = pool.logits((0, ids, 40))
+    block, _ = pool.plan.run(pool.batch([(0, ids, 16)], causal=False))
+    assert torch.equal(block, expected[24:])
+
+
+def test_the_head_may_have_another_vocabulary_than_the_embedding() -> None:
+    model, ids = randomised(llama), tokens(20)
+    assert ids.max() >= 48
+    full = Pool(plan_of(model)).logits((0, ids, 20))
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:48])
+    assert torch.equal(Pool(plan_of(model)).logits((0, ids, 20)), full[:, :48])
 
 
 def test_a_bfloat16_pool_costs_only_its_rounding() -> None:

@@ -75,6 +75,12 @@ EXPORT int32_t tandem_dequantise_rows(const Weight* weight, const int64_t* rows,
         kernels().dequantise_row(*weight, (int)rows[i], out + (size_t)i * weight->columns);
     return kDone;
 }
+EXPORT int32_t tandem_select_rows(const Weight* weight, const int64_t* rows, int32_t count, uint8_t* out) {
+    for (int32_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= weight->rows) return kBadToken;
+    select_rows(weight->format, weight->columns, weight->data, rows, count, out);
+    return kDone;
+}
 EXPORT int32_t tandem_linear(const Weight* weight, const float* x, int32_t rows, float* out) {
     return run_linear(*weight, x, rows, out);
 }

@@ -162,3 +162,30 @@ void pack(int32_t format, int rows, int columns, const uint8_t* file, uint8_t* o
         }
     }
 }
+
+void select_rows(int32_t format, int columns, const uint8_t* packed, const int64_t* rows, int count, uint8_t* out) {
+    const Shape s = shape_of(format);
+    const int tiles = columns / s.columns;
+    const size_t bytes = tile_bytes(format);
+    // A tile is lines of 16 lanes, one a row: dwords of values, then halves and bytes of scales.
+    const int halves = s.offset == 0 ? 2 : 1;  // without an offset there is a minimum
+    const int lines[] = {s.groups * s.line_bytes / 64, halves, (s.tail_bytes - 32 * halves) / 16};
+    std::memset(out, 0, packed_bytes(format, count, columns));
+    for (int i = 0; i < count; i++) {
+        const uint8_t* from = packed + (size_t)(rows[i] / 16) * tiles * bytes;
+        uint8_t* to = out + (size_t)(i / 16) * tiles * bytes;
+        const int lane = (int)(rows[i] % 16), to_lane = i % 16;
+        for (int t = 0; t < tiles; t++, from += bytes, to += bytes) {
+            if (!is_quantised(format)) {
+                std::memcpy(to + to_lane * s.block_bytes, from + lane * s.block_bytes, s.block_bytes);
+                continue;
+            }
+            size_t line = 0;
+            for (int kind = 0; kind < 3; kind++) {
+                const int width = 4 >> kind;
+                for (int l = 0; l < lines[kind]; l++, line += 16 * width)
+                    std::memcpy(to + line + to_lane * width, from + line + lane * width, width);
+            }
+        }
+    }
+}

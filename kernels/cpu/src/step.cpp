@@ -149,7 +149,7 @@ public:
         }
         if (total != b.tokens) return kBadLength;
         for (int i = 0; i < b.tokens; i++) {
-            if (b.ids[i] < 0 || b.ids[i] >= m.vocab) return kBadToken;
+            if (b.ids[i] < 0 || b.ids[i] >= m.embedding.rows) return kBadToken;
             if (b.positions[i] < 0 || b.positions[i] >= m.max_positions) return kBadPosition;
             if (b.out_slots[i] < 0 || b.out_slots[i] >= b.num_slots) return kBadSlot;
         }
@@ -353,7 +353,7 @@ private:
                 item.query[q] = qkv + (size_t)row * (q_size + 2 * kv_size) + at;
                 item.out[q] = attended + (size_t)row * q_size + at;
                 item.first[q] = layer.window > 0 ? max(0, position + 1 - layer.window) : 0;
-                item.last[q] = b.causal ? position + 1 : s.context;
+                item.last[q] = b.causal || layer.causal ? position + 1 : s.context;
             }
         }
         return item;
@@ -453,7 +453,7 @@ private:
                [&](int, int column, int lanes, int row, int rows, const float* out) {
                    for (int r = 0; r < rows; r++) {
                        if (b.logits != nullptr)
-                           std::memcpy(b.logits + (size_t)(row + r) * m.vocab + column, out + 16 * r,
+                           std::memcpy(b.logits + (size_t)(row + r) * m.head.rows + column, out + 16 * r,
                                        sizeof(float) * lanes);
                        if (b.argmax == nullptr) continue;
                        Best& best = mine.best[row + r];

@@ -10,12 +10,13 @@ struct Layer {
     const float *attention_out_norm, *mlp_out_norm;  // on what is added back (Gemma), or null
     const float *q_norm, *k_norm;                    // on each head, or null
     const float *cos, *sin;                          // [max_positions][head_dim / 2]
-    int32_t window, reserved;                        // positions a query sees, itself included; 0: all
+    int32_t window;                                  // positions a query sees, itself included; 0: all
+    int32_t causal;                                  // also where the batch is not
 };
 
 // (python)
 struct Model {
-    int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, activation;  // 0 SiLU, 1 GELU tanh
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, activation;  // 0 SiLU, 1 GELU tanh
     int32_t max_positions;
     float eps, attention_scale, embedding_scale;
     const Layer* layers;
@@ -32,7 +33,7 @@ struct Batch {
     const int32_t *query_lens, *context_lens, *table_rows;           // [sequences]
     const int32_t *slot_table, *capture_layers;                      // [.][table_stride], [num_captures]
     void *key, *value;                                               // [layers][num_slots][kv_heads][head_dim]
-    float* logits;                                                   // [outputs][vocab], or null
+    float* logits;                                                   // [outputs][head.rows], or null
     int64_t* argmax;                                                 // [outputs], or null
     float* captures;                                                 // [num_captures][tokens][hidden]
 };
