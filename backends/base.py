@@ -29,6 +29,13 @@ class AttentionLayer(Protocol):
     logit_softcap: float | None
 
 
+class LatentAttentionLayer(AttentionLayer, Protocol):
+    """A layer whose cache holds compressed entries (MLA); `num_kv_heads` is 1, `head_dim` an entry's width."""
+
+    def decompress(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, head_dim] to the keys [N, num_heads, k_dim] and values [N, num_heads, v_dim] that are made of them."""
+
+
 class Workspace:
     """Scratch memory of backends, made when it is first asked for. Those that share one must not run at once."""
 
@@ -101,8 +108,26 @@ class AttentionBackend(ABC):
         """Write `key` and `value` to `batch.out_slots`, then attend.
 
         query: [T, num_heads, head_dim]; key, value: [T, num_kv_heads, head_dim], rotary already applied.
-        Returns [T, num_heads, head_dim] in query's dtype.
+        Returns [T, num_heads, head_dim] in query's dtype. Over a latent cache (MQA), a key is the entry, and a
+        value its first columns, as many as the result has.
         """
+
+    def forward_mha(
+        self,
+        query: torch.Tensor,
+        entry: torch.Tensor,
+        layer: LatentAttentionLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        """Write `entry` [T, 1, head_dim] to `batch.out_slots`, then attend to what `layer` decompresses of the cache.
+
+        query: [T, num_heads, k_dim]. Returns [T, num_heads, v_dim] in query's dtype. Only a backend whose dispatch
+        handler chooses MHA has it; RuntimeError from the others.
+        """
+        raise RuntimeError(
+            f"{self.name} does not attend to decompressed entries: its handler has to choose MQA"
+        )
 
 
 def reachable(backend: AttentionBackend) -> Iterator[AttentionBackend]:

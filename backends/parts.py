@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from backends.base import AttentionBackend, AttentionLayer
+from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 
 
@@ -116,17 +116,38 @@ class PartedBackend(AttentionBackend):
         batch: ForwardBatch,
         plan: object,
     ) -> torch.Tensor:
-        assert isinstance(plan, tuple)
-        out: torch.Tensor | None = None
-        for backend, part, child_plan in ((share.backend, share.part, share.plan) for share in plan):
-            with forward_context(part.batch, backend, child_plan):
-                attended = backend.forward(
-                    part.take(query), part.take(key), part.take(value), layer, part.batch, child_plan
-                )
-            if part.rows is None:
-                return attended
-            if out is None:
-                out = attended.new_empty(query.shape[0], *attended.shape[1:])
-            out[part.rows] = attended
-        assert out is not None
-        return out
+        def attend(share: _Share) -> torch.Tensor:
+            part, take = share.part, share.part.take
+            return share.backend.forward(take(query), take(key), take(value), layer, part.batch, share.plan)
+
+        return _gather(plan, attend, len(query))
+
+    def forward_mha(
+        self,
+        query: torch.Tensor,
+        entry: torch.Tensor,
+        layer: LatentAttentionLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        def attend(share: _Share) -> torch.Tensor:
+            part, take = share.part, share.part.take
+            return share.backend.forward_mha(take(query), take(entry), layer, part.batch, share.plan)
+
+        return _gather(plan, attend, len(query))
+
+
+def _gather(plan: object, attend: Callable[[_Share], torch.Tensor], num_rows: int) -> torch.Tensor:
+    """What every share gives for its rows, each in its own context, as [num_rows, …]."""
+    assert isinstance(plan, tuple)
+    out: torch.Tensor | None = None
+    for share in plan:
+        with forward_context(share.part.batch, share.backend, share.plan):
+            attended = attend(share)
+        if share.part.rows is None:
+            return attended
+        if out is None:
+            out = attended.new_empty(num_rows, *attended.shape[1:])
+        out[share.part.rows] = attended
+    assert out is not None
+    return out
