@@ -42,6 +42,7 @@ class EngineStats:
     preemptions_total: int = 0
     steps_total: int = 0
     requests_finished: Mapping[str, int] = field(default_factory=dict)
+    worker: Mapping[str, float] = field(default_factory=dict)  # the worker's own gauges
 
 
 @dataclass(slots=True)
@@ -359,4 +360,5 @@ class Engine:
             preemptions_total=scheduler.preemptions,
             steps_total=totals["steps"],
             requests_finished=dict(self._finished),
+            worker=self._worker.gauges(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -35,7 +35,7 @@ class PlainWorker:
         return [() for _ in requests]
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
-        logits = self.runner.forward(self.runner.batch(steps)).logits
+        logits = self.run_pass(steps)
         outputs = []
         start = 0
         for step in steps:
@@ -47,8 +47,21 @@ class PlainWorker:
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
         """Nothing to learn from a plain step."""
 
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        return len(slots)
+
+    def before_release(self, request: Request) -> None:
+        """Nothing is kept by slot."""
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
+
     def release(self, request: Request) -> None:
         self._histories.pop(request, None)
+
+    def run_pass(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        """The target's logits of all rows of `steps` that need them, in order."""
+        return self.runner.forward(self.runner.batch(steps)).logits
 
     def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
         """Tokens that follow the step's last known one, by its rows of logits [1 + drafts, V].
@@ -61,14 +74,15 @@ class PlainWorker:
         self, step: SequenceStep, logits: torch.Tensor, row: int
     ) -> tuple[int, TokenLogprob | None]:
         """The target's token after the first `row` drafts of the step, given that they stand."""
-        request = step.request
-        sampling_row = SamplingRow.of(
-            request, self._eos_token_ids, self._history(request, logits.shape[1]), step.drafts[:row]
-        )
+        sampling_row = self.sampling_row(step.request, logits.shape[1], step.drafts[:row])
         result = sample(logits[row : row + 1], [sampling_row])
         if result.errors:
             raise ValueError(result.errors[0])
         return result.token_ids[0], result.logprobs[0]
+
+    def sampling_row(self, request: Request, vocab_size: int, drafts: tuple[int, ...]) -> SamplingRow:
+        """What the token after all known ones and then `drafts` depends on, beside its logits."""
+        return SamplingRow.of(request, self._eos_token_ids, self._history(request, vocab_size), drafts)
 
     def _output(self, step: SequenceStep, logits: torch.Tensor) -> StepOutput:
         request = step.request

@@ -108,7 +108,8 @@ class Request:
     `choice` is its index among the `n` of an API request; with `seed` and the absolute position it keys the
     sampling noise.
     `cached_len`: tokens whose KV is in slots and committed; `slots` may be longer (reserved for this step).
-    `tree_len`: leading slots that belong to the radix tree, up to the locked `node`; the rest are its own.
+    `tree_len`: leading slots that belong to the radix tree, up to the locked `node`; the rest are its own. More than
+    `cached_len` while a part of a cached prefix is computed again.
     """
 
     request_id: str

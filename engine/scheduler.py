@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from engine.allocator import SlotAllocator
@@ -21,6 +22,14 @@ from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 
 
+def _all(request: Request, slots: Sequence[int]) -> int:
+    return len(slots)
+
+
+def _nothing(request: Request) -> None:
+    pass
+
+
 class Scheduler:
     """Owns the queues and all slots. Used by the engine thread only.
 
@@ -28,12 +37,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, options: SchedulerOptions, allocator: SlotAllocator, cache: RadixCache, table: SlotTable
+        self,
+        options: SchedulerOptions,
+        allocator: SlotAllocator,
+        cache: RadixCache,
+        table: SlotTable,
+        usable_prefix: Callable[[Request, Sequence[int]], int] = _all,
+        before_release: Callable[[Request], None] = _nothing,
     ) -> None:
+        """`usable_prefix(request, slots)` says how much of a cached prefix serves `request`; the rest is computed
+        again, into the same slots. `before_release` is told before a request gives its slots back, for good or
+        until it is admitted again."""
         self._options = options
         self.allocator = allocator
         self.cache = cache
         self._table = table
+        self._usable_prefix = usable_prefix
+        self._before_release = before_release
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
@@ -128,9 +148,10 @@ class Scheduler:
             heapq.heappop(self._waiting)
             request.node = match.node
             request.slots = list(match.slots)
-            request.cached_len = request.tree_len = len(match.slots)
+            request.tree_len = len(match.slots)
+            request.cached_len = self._usable_prefix(request, match.slots)
             if request.prefix_hit_tokens is None:
-                request.prefix_hit_tokens = len(match.slots)
+                request.prefix_hit_tokens = request.cached_len
                 request.admitted_at = time.monotonic()
             request.table_row = self._table.acquire()
             self._table.write(request.table_row, 0, request.slots)
@@ -170,8 +191,10 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Leave what is committed to the tree, free the rest, give the row back."""
+        self._before_release(request)
         self._trim(request)
-        self._share(request)
+        if request.cached_len > request.tree_len:
+            self._share(request)
         self.allocator.free(request.slots[request.tree_len :])
         self._unlock(request)
         self._table.release(request.table_row)
@@ -198,7 +221,8 @@ class Scheduler:
         self.cache.unlock(request.node)
 
     def _trim(self, request: Request) -> None:
-        keep = self._pages(request.cached_len) * self.allocator.page_size
+        # Behind what is computed there may still be slots of the tree, of a prefix that is computed again.
+        keep = max(self._pages(request.cached_len) * self.allocator.page_size, request.tree_len)
         if keep < len(request.slots):
             self.allocator.free(request.slots[keep:])
             del request.slots[keep:]

@@ -6,7 +6,7 @@ The scheduler decides who takes part in a step; a worker says what each one emit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +63,16 @@ class GenerationWorker(Protocol):
 
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
         """Told after the engine cut: `emitted` tokens of this step were kept."""
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        """How many of `slots`, a cached prefix of `request`, serve it as they are. The rest is computed again, into
+        the same slots."""
+
+    def before_release(self, request: Request) -> None:
+        """The request is about to give its slots back: it has ended, or is preempted."""
+
+    def gauges(self) -> Mapping[str, float]:
+        """What metrics report of this worker, by name. Empty for most."""
 
     def release(self, request: Request) -> None:
         """The request has ended: drop what is kept for it. One that is preempted keeps it, and comes back."""

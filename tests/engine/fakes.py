@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -67,6 +67,15 @@ class CountingWorker:
 
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
         pass
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        return len(slots)
+
+    def before_release(self, request: Request) -> None:
+        pass
+
+    def gauges(self) -> Mapping[str, float]:
+        return {}
 
     def release(self, request: Request) -> None:
         self.released.append(request.request_id)

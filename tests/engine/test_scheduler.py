@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,7 +21,12 @@ CONTEXT = 32
 
 
 def build(
-    slots: int = 64, page: int = 1, running: int = 4, chunk: int = 8, caching: bool = True
+    slots: int = 64,
+    page: int = 1,
+    running: int = 4,
+    chunk: int = 8,
+    caching: bool = True,
+    **hooks: Callable[..., object],
 ) -> Scheduler:
     allocator = SlotAllocator(slots, page)
     return Scheduler(
@@ -27,6 +34,7 @@ def build(
         allocator,
         RadixCache(allocator, enabled=caching),
         SlotTable(running, CONTEXT, torch.device("cpu")),
+        **hooks,
     )
 
 
@@ -140,6 +148,57 @@ def test_a_blocked_head_is_not_overtaken() -> None:
     assert [s.request.request_id for s in scheduler.plan()] == ["running"]
 
 
+def test_what_is_not_usable_of_a_cached_prefix_is_computed_again_into_the_same_slots() -> None:
+    scheduler = build(chunk=4, usable_prefix=lambda request, slots: min(3, len(slots)))
+    first, second = request("first", list(range(10))), request("second", list(range(10)))
+    scheduler.add(first)
+    while first.pending > 1:
+        run_one(scheduler)
+    scheduler.add(second)
+    shapes = []
+    while second.pending != 1:
+        shapes += [s.num_tokens for s in run_one(scheduler) if s.request is second]
+        assert second.slots[: len(first.prompt_ids) - 1] == first.slots[: len(first.prompt_ids) - 1]
+
+    assert second.prefix_hit_tokens == 3
+    assert shapes == [4, 3]
+    assert second.slots[:10] == first.slots[:10]
+
+
+def test_an_abort_while_a_prefix_is_computed_again_leaves_the_prefix_cached() -> None:
+    scheduler = build(chunk=4, usable_prefix=lambda request, slots: 0)
+    first, second = request("first", list(range(10))), request("second", list(range(10)))
+    scheduler.add(first)
+    while first.pending > 1:
+        run_one(scheduler)
+    scheduler.remove(first)
+    scheduler.add(second)
+    run_one(scheduler)
+    scheduler.remove(second)
+
+    assert scheduler.cache.evictable == 10
+    assert total(scheduler) == scheduler.allocator.num_slots
+
+
+def test_whoever_keeps_things_by_slot_is_told_before_slots_go() -> None:
+    told: list[tuple[str, int]] = []
+
+    def before_release(leaving: Request) -> None:
+        told.append((leaving.request_id, len(leaving.slots)))
+
+    scheduler = build(slots=16, running=2, before_release=before_release)
+    early, late = request("early", list(range(6))), request("late", list(range(10, 16)))
+    scheduler.add(early)
+    scheduler.add(late)
+    while not scheduler.preemptions:
+        run_one(scheduler)
+    scheduler.remove(early)
+    scheduler.remove(late)
+
+    assert [name for name, _ in told] == ["late", "early"]
+    assert all(slots >= 6 for _, slots in told)
+
+
 class Lifecycle(RuleBasedStateMachine):
     """Random arrivals, steps with random drafts and acceptance, finishes and aborts."""
 
@@ -147,16 +206,22 @@ class Lifecycle(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = build(slots=48, page=self.page, running=3)
+        self.usable = 0
+        self.scheduler = build(slots=48, page=self.page, running=3, usable_prefix=self.usable_prefix)
         self.requests: list[Request] = []
         self.names = 0
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        return min(self.usable, len(slots))
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
         caching=st.booleans(),
+        usable=st.integers(0, 20),
     )
-    def arrive(self, prompt: list[int], caching: bool) -> None:
+    def arrive(self, prompt: list[int], caching: bool, usable: int) -> None:
         self.names += 1
+        self.usable = usable
         new = request(str(self.names), prompt, prompt_logprobs=None if caching else 0)
         self.requests.append(new)
         self.scheduler.add(new)
