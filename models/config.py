@@ -17,6 +17,7 @@ from models.base import ModelError
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 LayerType = Literal["full_attention", "sliding_attention"]
+RouterScoring = Literal["softmax", "sigmoid"]
 
 _MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
 
@@ -40,6 +41,38 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "deepseek_v2": {
+        "max_position_embeddings": 2048,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+        "first_k_dense_replace": 0,
+        "routed_scaling_factor": 1.0,
+    },
+    "deepseek_v3": {
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "rope_interleave": True,
+    },
     "gemma3_text": {
         "vocab_size": 262208,
         "num_attention_heads": 8,
@@ -62,9 +95,19 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
 }
+
+
+# Names under which a family's configuration is published besides its own.
+_SAME_AS = {"kimi_k2": "deepseek_v3"}
+
+# Multimodal models that are served as the text model in their text_config, and its model_type.
+_TEXT_MODELS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3"}
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,11 +163,26 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     final_logit_softcap: float | None = None
     embedding_scale: float = 1.0
 
+    # Latent attention (MLA). Keys of head_dim are qk_nope_head_dim columns that are not rotated, then those that are.
+    kv_lora_rank: int = 0  # 0: no latent attention
+    q_lora_rank: int = 0  # 0: queries are projected in one step
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleaved: bool = False  # neighbours are rotated together, not halves
+
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
     sparse_layers: tuple[int, ...] = ()  # layers whose MLP is a mixture of experts
+    num_shared_experts: int = 0  # that every token takes
+    router_scoring: RouterScoring = (
+        "softmax"  # sigmoid: with a bias that corrects the choice, not the weights
+    )
+    num_expert_groups: int = 1
+    num_groups_per_tok: int = 1  # groups that a token's experts are chosen from
+    routed_scaling_factor: float = 1.0
 
     has_mamba_layers: bool = False  # that keep a recurrent state; no family here does
 
@@ -157,6 +215,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return max(trained, int(scaled * rope.factor))
 
     @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that are rotated."""
+        return self.qk_rope_head_dim or self.head_dim
+
+    @property
     def attention_scale(self) -> float:
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
@@ -170,8 +233,9 @@ class _Reader:
             raise ModelError(f"{where}: not a JSON object")
         outer = config
         text = config.get("text_config")
-        if config.get("model_type") == "gemma3" and isinstance(text, Mapping):
-            config = {"model_type": "gemma3_text", **text}
+        nested = _TEXT_MODELS.get(str(config.get("model_type")))
+        if nested is not None and isinstance(text, Mapping):
+            config = {"model_type": nested, **text}
         self.model_type = self._model_type(outer, config)
         # Token ids and dtype stand beside text_config in a nested file.
         shared = {
@@ -199,7 +263,8 @@ class _Reader:
         hidden, heads, layers = (
             self._int(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
         )
-        kv_heads = self._int("num_key_value_heads", heads)
+        latent = self._latent()
+        kv_heads = heads if latent else self._int("num_key_value_heads", heads)
         if layers > _MAX_LAYERS:
             raise self._error(f"num_hidden_layers {layers} is more than any model has")
         if heads % kv_heads:
@@ -212,8 +277,8 @@ class _Reader:
         if activation not in _ACTIVATIONS:
             raise self._error(f"activation {activation!r} is not supported ({', '.join(_ACTIVATIONS)} are)")
         bias = bool(self.values.get("attention_bias"))
+        head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"] if latent else None
         softcap = "{}_logit_softcapping"
-        moe = self.model_type == "qwen3_moe"
         return ModelConfig(
             architecture=self.architecture,
             model_type=self.model_type,
@@ -223,7 +288,7 @@ class _Reader:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=self._int("head_dim", hidden // heads),
+            head_dim=head_dim or self._int("head_dim", hidden // heads),
             max_position_embeddings=self._int("max_position_embeddings", 32768),
             rms_norm_eps=self._float("rms_norm_eps", 1e-6),
             activation=_ACTIVATIONS[activation],
@@ -240,11 +305,8 @@ class _Reader:
             attn_logit_softcap=self._float(softcap.format("attn"), 0.0) or None,
             final_logit_softcap=self._float(softcap.format("final"), 0.0) or None,
             embedding_scale=hidden**0.5 if gemma else 1.0,
-            num_experts=self._int("num_local_experts", self._int("num_experts")) if moe else 0,
-            num_experts_per_tok=self._int("num_experts_per_tok") if moe else 0,
-            moe_intermediate_size=self._int("moe_intermediate_size") if moe else 0,
-            norm_topk_prob=moe and bool(self.values.get("norm_topk_prob")),
-            sparse_layers=self._sparse_layers(layers) if moe else (),
+            **self._experts(layers),
+            **latent,
             bos_token_id=next(iter(self._ids("bos_token_id")), None),
             eos_token_ids=self._ids("eos_token_id"),
             dtype=self._dtype(),
@@ -253,7 +315,7 @@ class _Reader:
     def _model_type(self, outer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         model_type = config.get("model_type")
         if model_type:
-            return str(model_type)
+            return _SAME_AS.get(str(model_type), str(model_type))
         architectures = outer.get("architectures") or [""]
         by_architecture = {name: key for key, name in _ARCHITECTURES.items()}
         return by_architecture.get(str(architectures[0]), "")
@@ -286,6 +348,53 @@ class _Reader:
         if not slides or self.values["sliding_window"] is None:
             return None
         return self._int("sliding_window")
+
+    def _latent(self) -> dict[str, Any]:
+        """Fields of latent attention; none for the families without."""
+        if not self.model_type.startswith("deepseek"):
+            return {}
+        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return {
+            **{key: self._int(key) for key in sizes},
+            "q_lora_rank": self._count("q_lora_rank"),
+            "rope_interleaved": self.model_type == "deepseek_v2" or bool(self.values["rope_interleave"]),
+        }
+
+    def _experts(self, layers: int) -> dict[str, Any]:
+        """Fields of mixtures of experts; none for the families without."""
+        if self.model_type == "qwen3_moe":
+            return {
+                "num_experts": self._int("num_local_experts", self._int("num_experts")),
+                "num_experts_per_tok": self._int("num_experts_per_tok"),
+                "moe_intermediate_size": self._int("moe_intermediate_size"),
+                "norm_topk_prob": bool(self.values.get("norm_topk_prob")),
+                "sparse_layers": self._sparse_layers(layers),
+            }
+        if not self.model_type.startswith("deepseek"):
+            return {}
+        experts, per_token = self._int("n_routed_experts"), self._int("num_experts_per_tok")
+        sigmoid = self.model_type == "deepseek_v3"
+        grouped = sigmoid or self.values["topk_method"] == "group_limited_greedy"
+        if not grouped and self.values["topk_method"] != "greedy":
+            raise self._error(f"topk_method {self.values['topk_method']!r} is not supported")
+        groups, chosen = (self._int(key, 1) if grouped else 1 for key in ("n_group", "topk_group"))
+        if experts % groups or chosen > groups or per_token > experts // groups * chosen:
+            raise self._error(
+                f"{per_token} of {experts} experts cannot be chosen from {chosen} of {groups} groups"
+            )
+        return {
+            "num_experts": experts,
+            "num_experts_per_tok": per_token,
+            "moe_intermediate_size": self._int("moe_intermediate_size"),
+            # The second version's configuration has the key, and its model does not heed it.
+            "norm_topk_prob": sigmoid and bool(self.values["norm_topk_prob"]),
+            "sparse_layers": tuple(range(self._count("first_k_dense_replace"), layers)),
+            "num_shared_experts": self._count("n_shared_experts"),
+            "router_scoring": "sigmoid" if sigmoid else "softmax",
+            "num_expert_groups": groups,
+            "num_groups_per_tok": chosen,
+            "routed_scaling_factor": self._float("routed_scaling_factor", 1.0),
+        }
 
     def _sparse_layers(self, layers: int) -> tuple[int, ...]:
         dense = set(self.values.get("mlp_only_layers") or ())
@@ -340,6 +449,10 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._error(f"{key!r} is {value!r}, not a positive integer")
         return value
+
+    def _count(self, key: str) -> int:
+        """An integer that may be 0, as it is where the key is null."""
+        return self._int(key) if self.values.get(key) else 0
 
     def _float(self, key: str, default: float) -> float:
         value = self.values.get(key)

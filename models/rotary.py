@@ -19,14 +19,14 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryEmbedding:
-    """cos and sin of every angle, float32 [context_length, head_dim / 2], attention factor included."""
+    """cos and sin of every angle, float32 [context_length, rotary_dim / 2], attention factor included."""
 
     def __init__(
         self, rope: RopeConfig, config: ModelConfig, dtype: torch.dtype, device: torch.device
     ) -> None:
         positions = torch.arange(config.context_length, dtype=torch.float32)[:, None]
         frequencies, factor = inverse_frequencies(
-            rope, config.head_dim, positions, config.max_position_embeddings
+            rope, config.rotary_dim, positions, config.max_position_embeddings
         )
         angles = positions * frequencies
         self.cos = (angles.cos() * factor).to(device)
@@ -34,7 +34,7 @@ class RotaryEmbedding:
         self._dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """cos and sin at `positions` [T], each [T, 1, head_dim / 2] in the model's dtype."""
+        """cos and sin at `positions` [T], each [T, 1, rotary_dim / 2] in the model's dtype."""
         return self._at(self.cos, positions), self._at(self.sin, positions)
 
     def _at(self, table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -45,6 +45,13 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate `x` [T, heads, head_dim], whose element i is paired with i + head_dim / 2."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rotate_neighbours(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Rotate `x` [T, heads, head_dim], whose element 2i is paired with 2i + 1. Pairs come out as `rotate` has them."""
+    cos, sin = rotation
+    first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
@@ -103,9 +110,11 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def mscale(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return yarn_mscale(rope, rope.mscale) / yarn_mscale(rope, rope.mscale_all_dim)
+    return yarn_mscale(rope, 1.0)
+
+
+def yarn_mscale(rope: RopeConfig, weight: float) -> float:
+    """How much larger yarn has attention's numbers be, to make up for the stretch (Peng et al., 2023)."""
+    return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
