@@ -14,6 +14,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.deps import ServerDeps
+from app.disconnects import QuietDisconnects
 from app.errors import ApiError, error_response, exception_handlers
 from app.lifecycle import Lifecycle
 from app.probes import probe_routes
@@ -116,7 +117,9 @@ def create_app(
         speculative_algorithm=settings.speculative_algorithm,
         max_request_bytes=settings.max_request_bytes,
     )
-    middleware = [Middleware(BearerAuth, settings.api_key)] if settings.api_key else []
+    middleware = [Middleware(QuietDisconnects)]
+    if settings.api_key:
+        middleware.append(Middleware(BearerAuth, settings.api_key))
     return Starlette(
         routes=[*probe_routes(lifecycle), *routes(deps)],
         middleware=middleware,

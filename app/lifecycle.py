@@ -43,8 +43,7 @@ class EngineFailed(Exception):
 class Lifecycle:
     """`run()` is one task of the event loop; whatever else has an effect is called on that loop too.
 
-    `error` says why start-up or the decode loop failed; `ended` is True once `run` is through, for whatever reason;
-    `gave_up` if it was stopped while it started, so that a thread may still be in a hook.
+    `error` says why start-up or the decode loop failed; `ended` is True once `run` is through, for whatever reason.
     """
 
     def __init__(self, startup: StartUpPort, engine: Callable[[], DecodeLoop]) -> None:
@@ -57,7 +56,6 @@ class Lifecycle:
         self._failure: BaseException | None = None  # of the decode loop, set on its thread
         self.error: str | None = None
         self.ended = False
-        self.gave_up = False
 
     @property
     def stage(self) -> str:
@@ -115,7 +113,6 @@ class Lifecycle:
         if self._engine is not None:
             self._engine.stop()
         elif self._scope is not None and not self.ended:
-            self.gave_up = True
             self._scope.cancel()
 
     @property

@@ -73,6 +73,10 @@ class SamplingSettings:
     def __post_init__(self) -> None:
         if "" in self.stop:
             raise SettingsError("--stop is empty: give it a text, or leave it out")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise SettingsError(
+                f"--min-tokens {self.min_tokens} exceeds --max-tokens {self.max_tokens}: raise one or lower the other"
+            )
 
     def params(self, room: int) -> SamplingParams:
         """As the engine takes them, for a prompt that leaves `room` tokens of its context."""

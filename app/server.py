@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import FrameType
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 OK, FAILED, UNUSABLE = 0, 1, 2
 _GRACE = 2  # seconds that aborted requests have to send their last bytes
+_LAST_WAIT = 0.5  # seconds that threads have to end once the server has stopped
 
 
 class Server(uvicorn.Server):
@@ -106,9 +108,19 @@ def serve(settings: ServerSettings, wire: Callable[[EngineSettings], Application
     if lifecycle.error is not None:
         logger.error("%s", lifecycle.error)
     logger.info("stopped")
-    if lifecycle.gave_up:
-        os._exit(server.exit_code)  # the hook that nobody waits for any more would hold the process
+    if not threads_end(_LAST_WAIT):
+        os._exit(server.exit_code)  # work that nobody waits for any more would hold the process
     return server.exit_code
+
+
+def threads_end(seconds: float) -> bool:
+    """Whether all threads that Python waits for at its exit end within `seconds`. A start-up hook or a chat template
+    that was given up cannot be stopped."""
+    deadline = time.monotonic() + seconds
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in others)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from app.answers import encode
 from app.errors import ApiError
@@ -39,17 +39,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def body(data: bytes, more: bool = True) -> None:
-            await message({"type": "http.response.body", "body": data, "more_body": more})
-
-        async def message(content: Message) -> None:
-            try:
-                await send(content)
-            except (OSError, RuntimeError) as error:  # how servers tell that the connection was reset
-                raise ClientDisconnect from error
+            await send({"type": "http.response.body", "body": data, "more_body": more})
 
         async with self._generation.attached(receive):
             with suppress(ClientDisconnect):
-                await message({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 try:
                     async for chunk in self._chunks:
                         await body(chunk)

@@ -101,6 +101,10 @@ def complete(session: Session, prompt: str, stats: bool, out: TextIO) -> int:
 
 def chat(settings: EngineSettings, sampling: SamplingSettings, system: str | None, stats: bool) -> int:
     """Talk until the end of input; returns the exit code. Raises SettingsError."""
+    if sys.stdin is None:
+        raise SettingsError(
+            "chat reads from stdin, which is closed; `tandem generate` takes its prompt as an argument"
+        )
     with suppress(ImportError):
         import readline  # noqa: F401  (gives the prompt line editing and history)
     console = Console(highlight=False)

@@ -59,6 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
         (["generate", "hi", "--temperature", "-1"], "--temperature"),
         (["generate", "hi", "--stop", ""], "--stop"),
+        (["generate", "hi", "--min-tokens", "3", "--max-tokens", "2"], "--max-tokens"),
         (["serve", "--api-key", ""], "--api-key"),
         (["serve", "--host", ""], "--host"),
         (["serve", "--model", ""], "--model"),
@@ -112,6 +113,14 @@ def test_what_the_terminal_cannot_show_is_replaced(model: list[str]) -> None:
     done = generate([*model, "--max-tokens", "50", "--seed", "1"], stdout=subprocess.PIPE, env=environ)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.isascii() and b"?" in done.stdout
+
+
+def test_chat_without_stdin_is_refused() -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m app.cli chat <&-"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tandem: error: chat reads from stdin")
 
 
 def test_generate_refuses_a_prompt_that_does_not_fit(

@@ -13,9 +13,11 @@ import httpx
 import openai
 import pytest
 
+from app.disconnects import QuietDisconnects
 from app.errors import ApiError
 from app.generation import Generator, collect
 from app.metrics import Metrics
+from app.routes.requests import json_response
 from app.sse import EventStream
 from engine.request import OutputEvent, Request, SamplingParams, SpeculationParams
 from tests.app.fakes import ByteTokenizer, FakeEngine, FakeStatus, http_server, make_app, serving
@@ -237,9 +239,23 @@ async def test_a_connection_that_was_reset_ends_a_stream_quietly(
     async def chunks() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
 
-    await EventStream(generation, chunks())({"type": "http"}, never_disconnects, send)
+    stream = QuietDisconnects(EventStream(generation, chunks()))
+    await stream({"type": "http"}, never_disconnects, send)
     assert len(sent) == refused
     assert hand.aborted == ["id-0"]
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_was_reset_ends_an_answer_quietly_but_a_fault_is_told() -> None:
+    async def refuse(message: Any) -> None:
+        raise RuntimeError("the handler is closed")
+
+    async def faulty(*_: object) -> None:
+        raise RuntimeError("a fault of the app")
+
+    await QuietDisconnects(json_response({}))({"type": "http"}, never_disconnects, refuse)
+    with pytest.raises(RuntimeError, match="a fault of the app"):
+        await QuietDisconnects(faulty)({"type": "http"}, never_disconnects, refuse)
 
 
 class CountingLoop(asyncio.SelectorEventLoop):

@@ -169,6 +169,19 @@ def test_what_does_not_finish_within_the_drain_timeout_is_aborted(model: Path) -
         assert server.exit_code() == 1
 
 
+def test_a_template_that_never_ends_cannot_hold_the_process(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "endless.jinja"
+    template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    flags = ("--model", str(model), "--chat-template", str(template), "--drain-timeout", "0.2")
+    with serving(*FLAGS, *flags) as server:
+        server.wait_until(200)
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            server.client.post("/v1/chat/completions", json=body, timeout=1)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "nowhere.gguf" in refused("--port", "0", "--model", str(tmp_path / "nowhere.gguf"))
 
