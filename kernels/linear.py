@@ -44,6 +44,14 @@ def embedding(ids: torch.Tensor, weight: PackedWeight, dtype: torch.dtype) -> to
     return read(weight, ids).to(dtype)
 
 
+def select_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+    """The matrix of rows `rows` ([L] int64), in that order, in memory of its own and in the same form."""
+    if native.is_packed(weight):
+        return native.select_rows(weight, rows)
+    data = weight.data.index_select(0, rows)
+    return PackedWeight(weight.format, data, len(rows), weight.columns)
+
+
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ matrix [N, K]^T by tiles."""
     tile = _TILE[x.dtype]

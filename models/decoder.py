@@ -23,21 +23,20 @@ class Decoder(CausalLM):
     layer_class: ClassVar[type[torch.nn.Module]] = DecoderLayer
     norm_class: ClassVar[type[RMSNorm]] = RMSNorm
 
-    def __init__(self, config: ModelConfig, source: Weights) -> None:
+    def __init__(
+        self, config: ModelConfig, source: Weights, ends: tuple[Embedding, Linear] | None = None
+    ) -> None:
+        """`ends`: another model's embedding and head, for one that has none of its own."""
         super().__init__()
         self.config = config
         self.dtype = source.dtype
-        shape = (config.vocab_size,), config.hidden_size
-        (embedding,) = source.matrices(["model.embed_tokens.weight"], *shape)
-        self.embed_tokens = Embedding(embedding, source.dtype, config.embedding_scale)
+        self.embed_tokens, self.lm_head = ends or _ends(config, source)
         self.layers = torch.nn.ModuleList(
             self.layer_class(config, layer_id, source) for layer_id in range(config.num_layers)
         )
         self.norm = self.norm_class(
             source.vector("model.norm.weight", config.hidden_size), config.rms_norm_eps
         )
-        head = (embedding,) if config.tie_word_embeddings else source.matrices(["lm_head.weight"], *shape)
-        self.lm_head = Linear(head)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.ropes = [RotaryEmbedding(rope, config, source.dtype, source.device) for rope in ropes]
 
@@ -78,3 +77,10 @@ class Decoder(CausalLM):
         logits = self.lm_head(hidden).float()
         cap = self.config.final_logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _ends(config: ModelConfig, source: Weights) -> tuple[Embedding, Linear]:
+    shape = (config.vocab_size,), config.hidden_size
+    embedding = source.matrices(["model.embed_tokens.weight"], *shape)
+    head = embedding if config.tie_word_embeddings else source.matrices(["lm_head.weight"], *shape)
+    return Embedding(embedding[0], source.dtype, config.embedding_scale), Linear(head)

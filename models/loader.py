@@ -13,6 +13,10 @@ import torch
 
 from models.base import CausalLM, ModelError
 from models.config import ModelConfig
+from models.decoder import Decoder
+from models.dflash import DFlashDrafter
+from models.dflash_config import ARCHITECTURE as DFLASH
+from models.dflash_config import DFlashConfig, read_dflash_config
 from models.gguf import GGUFSource, gguf_config
 from models.options import Dtype, ModelOptions
 from models.registry import family
@@ -34,25 +38,29 @@ class ModelFiles:
     weight_bytes: int
     config: ModelConfig
     name: str
+    dflash: DFlashConfig | None = None  # of a drafter that is no model by itself
 
 
-def inspect_model(options: ModelOptions, download: Callable[[str], Path] | None = None) -> ModelFiles:
+def inspect_model(
+    options: ModelOptions, download: Callable[[str], Path] | None = None, drafter: bool = False
+) -> ModelFiles:
     """Find `options.model` and check its headers, sizes and architecture, without loading weights.
 
-    A name that is not on this machine but looks like a hub id is fetched by `download` (default: the Hugging Face
-    hub, showing progress). Raises ModelError that names the file and what is wrong with it.
+    `drafter` allows for one that is no model by itself. A name that is not on this machine but looks like a hub id
+    is fetched by `download` (default: the Hugging Face hub, showing progress). Raises ModelError that names the
+    file and what is wrong with it.
     """
     path = Path(options.model).expanduser()
     if path.is_file():
         return _inspect_gguf(path)
     if path.is_dir():
-        return _inspect_folder(path, path.resolve().name)
+        return _inspect_folder(path, path.resolve().name, drafter)
     if not _HUB_ID.fullmatch(options.model):
         raise ModelError(
             f"{options.model}: no such file or folder (a model is a .gguf file, a Hugging Face folder with "
             "safetensors, or a hub id like org/name)"
         )
-    return _inspect_folder((download or hub_snapshot)(options.model), options.model)
+    return _inspect_folder((download or hub_snapshot)(options.model), options.model, drafter)
 
 
 def load_model(files: ModelFiles, device: torch.device, precision: Precision) -> CausalLM:
@@ -65,6 +73,25 @@ def load_model(files: ModelFiles, device: torch.device, precision: Precision) ->
     weights = Weights(source, str(files.path), device, precision)
     with torch.inference_mode():
         model = family(files.config, str(files.path))(files.config, weights)
+    weights.warn_unread()
+    return model
+
+
+def load_drafter(files: ModelFiles, device: torch.device, precision: Precision, target: CausalLM) -> CausalLM:
+    """Load the drafter of `target`: a DFlashDrafter, which borrows from it, or a model by itself.
+
+    A borrower computes in the target's dtype, whatever `precision` says. Raises ModelError, as `load_model`.
+    """
+    if files.dflash is None:
+        return load_model(files, device, precision)
+    if not isinstance(target, Decoder):
+        raise ModelError(f"{files.path}: a DFlash drafter cannot borrow from {type(target).__name__}")
+    native = precision.native and target.dtype == precision.dtype
+    # Published names lack the prefix that names of whole models have.
+    source = SafetensorsSource(files.weight_files, lambda name: f"model.{name.removeprefix('model.')}")
+    weights = Weights(source, str(files.path), device, Precision(target.dtype, native))
+    with torch.inference_mode():
+        model = DFlashDrafter(files.config, files.dflash, weights, target)
     weights.warn_unread()
     return model
 
@@ -130,18 +157,25 @@ def _inspect_gguf(path: Path) -> ModelFiles:
     return ModelFiles("gguf", path, (path,), path.stat().st_size, config, path.stem)
 
 
-def _inspect_folder(folder: Path, name: str) -> ModelFiles:
-    config = ModelConfig.from_hf(_read_json(folder / "config.json"), str(folder / "config.json"))
-    family(config, str(folder / "config.json"))
+def _inspect_folder(folder: Path, name: str, drafter: bool) -> ModelFiles:
+    raw, where = _read_json(folder / "config.json"), str(folder / "config.json")
+    config = ModelConfig.from_hf(raw, where)
+    dflash = None
+    if drafter and config.architecture == DFLASH:
+        dflash = read_dflash_config(raw, where)
+    else:
+        family(config, where)
     files = safetensors_files(folder)
     SafetensorsSource(files)  # opens every file, which checks its header against its size
-    return ModelFiles("hf", folder, files, sum(file.stat().st_size for file in files), config, name)
+    return ModelFiles("hf", folder, files, sum(file.stat().st_size for file in files), config, name, dflash)
 
 
 def _read_json(path: Path) -> dict[str, object]:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise ModelError(f"{path}: no such file") from error
+        raise ModelError(
+            f"{path}: no such file (a model is a .gguf file, or a Hugging Face folder: config.json and safetensors)"
+        ) from error
     except (ValueError, OSError) as error:
         raise ModelError(f"{path}: not readable as JSON ({error})") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.base import ModelError
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.dflash_config import ARCHITECTURE as DFLASH
 from models.gemma3 import Gemma3ForCausalLM
 from models.llama import LlamaForCausalLM
 from models.mistral import MistralForCausalLM
@@ -26,6 +27,10 @@ FAMILIES: dict[str, type[Decoder]] = {
 def family(config: ModelConfig, where: str) -> type[Decoder]:
     """The class for `config`. Raises ModelError, which starts with `where`, for an architecture not in FAMILIES."""
     found = FAMILIES.get(config.architecture)
+    if config.architecture == DFLASH:
+        raise ModelError(
+            f"{where}: a drafter is no model by itself; give it as --speculative-draft-model-path"
+        )
     if found is None:
         raise ModelError(
             f"{where}: architecture {config.architecture!r} is not supported ({', '.join(sorted(FAMILIES))} are)"

@@ -7,7 +7,7 @@ another format maps those to its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,21 @@ from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
 from models.base import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
+_SCALE = "_scale"  # behind the name of an int8 matrix
+
+
+def _text_model_name(name: str) -> str | None:
+    """The name of a tensor in the text model alone; None for the vision parts of a multimodal checkpoint."""
+    for prefix, replacement in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    vision = (
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    )
+    return None if name.startswith(vision) else name
 
 
 class WeightSource(Protocol):
@@ -36,7 +51,8 @@ class WeightSource(Protocol):
 class SafetensorsSource:
     """Tensors of a folder's .safetensors files, mapped into memory. Raises ModelError naming a file that is bad."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], rename: Callable[[str], str | None] = _text_model_name) -> None:
+        """`rename`: from a name in the files to the Hugging Face name of the whole model; None: left out."""
         self._where = files[0].parent
         self._files: dict[str, tuple[safe_open, str]] = {}
         for path in files:
@@ -49,19 +65,36 @@ class SafetensorsSource:
                 raise ModelError(f"{path}: truncated or corrupt safetensors file ({error})") from error
             names: list[str] = file.keys()
             for name in names:
-                text_name = _text_model_name(name)
-                if text_name is not None:
-                    self._files[text_name] = (file, name)
+                known_as = rename(name)
+                if known_as is not None:
+                    self._files[known_as] = (file, name)
 
     def names(self) -> set[str]:
-        return set(self._files)
+        return {name for name in self._files if not name.endswith(_SCALE)}
 
     def packed(self, name: str) -> PackedWeight:
         weight = self.tensor(name)
+        if weight.dtype == torch.int8 and name + _SCALE in self._files:
+            return self._blocks(name, weight, self.tensor(name + _SCALE))
         if weight.ndim != 2 or weight.dtype not in FLOAT_FORMATS:
             shape = list(weight.shape)
             raise ModelError(f"{self._where}: {name} is {weight.dtype} {shape}, not a float matrix")
         return pack_float(weight)
+
+    def _blocks(self, name: str, values: torch.Tensor, scales: torch.Tensor) -> PackedWeight:
+        """Q8_0 of int8 `values` [rows, columns], every 32 of which in a row share one of float16 `scales`."""
+        shape = list(values.shape)
+        if (
+            values.ndim != 2
+            or scales.dtype != torch.float16
+            or [shape[0], shape[1] / 32] != list(scales.shape)
+        ):
+            raise ModelError(
+                f"{self._where}: {name} is int8 {shape}, its scales {scales.dtype} {list(scales.shape)}, "
+                "not float16 with one for every 32 columns"
+            )
+        blocks = [scales.unsqueeze(-1).view(torch.uint8), values.view(torch.uint8).unflatten(1, (-1, 32))]
+        return PackedWeight("Q8_0", torch.cat(blocks, dim=-1).flatten(1), shape[0], shape[1])
 
     def tensor(self, name: str) -> torch.Tensor:
         if name not in self._files:
@@ -93,17 +126,3 @@ def _shards(index: Path) -> tuple[Path, ...]:
         if not file.is_file():
             raise ModelError(f"{file}: missing, though {index.name} lists it")
     return tuple(files)
-
-
-def _text_model_name(name: str) -> str | None:
-    """The name of a tensor in the text model alone; None for the vision parts of a multimodal checkpoint."""
-    for prefix, replacement in (("language_model.", ""), ("model.language_model.", "model.")):
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    vision = (
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    )
-    return None if name.startswith(vision) else name

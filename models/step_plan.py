@@ -10,6 +10,7 @@ from kernels.cpu.linear import is_packed
 from kernels.cpu.step_plan import LayerWeights, StepPlan, StepSpec, unsupported
 from models.base import CausalLM
 from models.decoder import Decoder
+from models.dflash import DFlashLayer
 from models.gemma3 import Gemma3DecoderLayer, GemmaRMSNorm
 from models.layers import DecoderLayer, GatedMLP, Linear, RMSNorm
 from models.rotary import RotaryEmbedding
@@ -70,7 +71,13 @@ def _layer(layer: DecoderLayer | Gemma3DecoderLayer, rope: RotaryEmbedding) -> L
         fields["mlp_norm"] = _norm(layer.post_attention_layernorm)
     if attention.q_norm is not None and attention.k_norm is not None:
         fields["q_norm"], fields["k_norm"] = _norm(attention.q_norm), _norm(attention.k_norm)
-    return LayerWeights(**fields, cos=rope.cos, sin=rope.sin, window=attention.sliding_window)
+    return LayerWeights(
+        **fields,
+        cos=rope.cos,
+        sin=rope.sin,
+        window=attention.sliding_window,
+        causal=isinstance(layer, DFlashLayer) and layer.causal,
+    )
 
 
 def _named(linear: Linear, *names: str) -> dict[str, Any]:

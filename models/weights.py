@@ -48,11 +48,11 @@ class Weights:
         held = [hold(part, self._precision, self.device) for part in parts]
         return (concat_rows(held),) if len({part.format for part in held}) == 1 else tuple(held)
 
-    def vector(self, name: str, size: int) -> torch.Tensor:
-        """The vector `name` [size] in the model's dtype."""
+    def vector(self, name: str, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The vector `name` [size] in `dtype`, or the model's."""
         vector = self._source.tensor(self._read(name))
         self._check(name, tuple(vector.shape), (size,))
-        return vector.to(self.device, self.dtype, copy=True)
+        return vector.to(self.device, dtype or self.dtype, copy=True)
 
     def warn_unread(self) -> None:
         """Say which tensors of the checkpoint the model did not ask for."""

@@ -115,6 +115,7 @@ def _gemma3_multimodal() -> PreTrainedModel:
 
 CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _llama,
+    "llama-four-layers": lambda: _llama(num_hidden_layers=4),
     "llama-tied": lambda: _llama(tie_word_embeddings=True),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
     "llama-wide-heads": lambda: _llama(head_dim=24, num_key_value_heads=4),

@@ -1,0 +1,125 @@
+"""DFlash drafter: a few layers that draft a whole block of tokens in one pass (z-lab, arXiv 2602.06036).
+
+It sees a token in one of two ways. The *context pass* turns what the target computed for a known token into the
+keys and values of every layer here. The *block pass* is a pass like any decoder's, over the last token and
+`block_size - 1` mask tokens at the positions behind it: each of them sees the context and all of the block, and
+its logits are those of the token *at* its own position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from backends.forward import forward_context, get_forward_context
+from backends.kv_pool import KVPool
+from kernels.cpu.linear import is_packed, slice_rows
+from kernels.linear import select_rows
+from kernels.packed import PackedWeight
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.dflash_config import DFlashConfig
+from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
+from models.rotary import Rotation, rotate
+from models.weights import Weights, concat_rows
+
+
+class DFlashLayer(DecoderLayer):
+    """Qwen3's. Where `causal`, rows of a block see no later row, though the pass would let them."""
+
+    causal = False
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        if not self.causal:
+            return super().forward(hidden, rotation)
+        outer = get_forward_context()
+        with forward_context(replace(outer.batch, causal=True), outer.backend):
+            return super().forward(hidden, rotation)
+
+
+class DFlashDrafter(Decoder):
+    """Borrows the embedding and the head of its target, or some rows of that head.
+
+    draft_token_ids: [L] int64, the target's ids of the tokens that it can draft, in the order of its logits
+        ([…, L]). None: it has the target's whole vocabulary.
+    """
+
+    layer_class = DFlashLayer
+
+    def __init__(self, config: ModelConfig, dflash: DFlashConfig, source: Weights, target: Decoder) -> None:
+        token_ids = None
+        embedding, head = target.embed_tokens, target.lm_head
+        if dflash.input_embedding_scale is not None:
+            embedding = Embedding(embedding.weight, target.dtype, dflash.input_embedding_scale)
+        if dflash.draft_vocab_size is not None:
+            token_ids = source.vector("model.draft_token_ids", dflash.draft_vocab_size, torch.int64)
+            (weight,) = head.weights
+            head = Linear((select_rows(weight, token_ids),))
+        super().__init__(config, source, (embedding, head))
+        self.draft_token_ids = token_ids
+        self.block_size = dflash.block_size
+        self.mask_token_id = dflash.mask_token_id
+        self.target_layer_ids = dflash.target_layer_ids
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        width = len(dflash.target_layer_ids) * hidden
+        self.fc = Linear.load(source, "model", ("fc",), (hidden,), width, bias=False)
+        self.hidden_norm = RMSNorm(source.vector("model.hidden_norm.weight", hidden), eps)
+        attentions = []
+        for layer_id, layer in enumerate(self.layers):
+            assert isinstance(layer, DFlashLayer)
+            layer.causal = dflash.is_causal(layer_id, config)
+            attentions.append(layer.self_attn)
+        self._context_kv = _shared_kv([attention.qkv_proj for attention in attentions], config)
+        k_norms = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
+        self._k_norms = RMSNorm(torch.stack(k_norms).unsqueeze(1), eps)
+
+    @property
+    def context_length(self) -> int:
+        """Positions that it can draft for end before this one."""
+        return self.config.context_length
+
+    @torch.inference_mode()
+    def write_context(
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, pool: KVPool
+    ) -> None:
+        """Write the keys and values that T known tokens have here.
+
+        features: [T, len(target_layer_ids) * hidden_size], the outputs of those layers of the target, one beside
+            the other. positions, slots: [T] int64. `pool` is this drafter's.
+        """
+        (rope,) = self.ropes
+        hidden = self.hidden_norm(self.fc(features))
+        heads = self._context_kv(hidden).unflatten(
+            -1, (len(self.layers), 2, self.config.num_kv_heads, self.config.head_dim)
+        )
+        cos, sin = rope(positions)
+        keys, values = heads.unbind(2)
+        keys = rotate(self._k_norms(keys), (cos.unsqueeze(1), sin.unsqueeze(1)))
+        for layer_id in range(len(self.layers)):
+            pool.write(layer_id, slots, keys[:, layer_id], values[:, layer_id])
+
+
+def _shared_kv(projections: list[Linear], config: ModelConfig) -> Linear:
+    """The products of k and v of all layers, one after the other, over the memory of the layers' own.
+
+    Packed matrices are joined, so that a context pass is one product, and the layers get slices of the whole.
+    """
+    rows = config.num_kv_heads * config.head_dim
+    queries = config.num_heads * config.head_dim
+    biases = [projection.bias[queries:] for projection in projections if projection.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    first = projections[0].weights[0]
+    if not is_packed(first):  # q, k and v in one float matrix
+        weights = [weight for projection in projections for weight in projection.weights]
+        return Linear(
+            tuple(PackedWeight(w.format, w.data[queries:], 2 * rows, w.columns) for w in weights), bias
+        )
+    parts = [weight for projection in projections for weight in projection.weights[1:]]
+    if len({part.format for part in parts}) > 1 or rows % 16:
+        return Linear(tuple(parts), bias)
+    joined = concat_rows(parts)
+    for index, projection in enumerate(projections):
+        slices = (slice_rows(joined, (2 * index + part) * rows, rows) for part in range(2))
+        projection.weights = (projection.weights[0], *slices)
+    return Linear((joined,), bias)
