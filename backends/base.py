@@ -36,6 +36,17 @@ class LatentAttentionLayer(AttentionLayer, Protocol):
         """[N, head_dim] to the keys [N, num_heads, k_dim] and values [N, num_heads, v_dim] that are made of them."""
 
 
+class StateLayer(Protocol):
+    """What a backend sees of a layer that keeps recurrent state.
+
+    conv_weight: [taps, channels] float32, the oldest tap first; conv_bias: [channels] float32.
+    """
+
+    state_id: int  # its number among the layers that keep state
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
+
+
 class Workspace:
     """Scratch memory of backends, made when it is first asked for. Those that share one must not run at once."""
 
@@ -128,6 +139,32 @@ class AttentionBackend(ABC):
         raise RuntimeError(
             f"{self.name} does not attend to decompressed entries: its handler has to choose MQA"
         )
+
+    def convolve(self, x: torch.Tensor, layer: StateLayer, batch: ForwardBatch, plan: object) -> torch.Tensor:
+        """Causal depthwise convolution of x [T, channels] over each sequence, its earlier passes included.
+
+        Returns [T, channels] float32. Only a backend wrapped for a model with recurrent state has it, and `recur`;
+        RuntimeError from the others.
+        """
+        raise RuntimeError(f"{self.name} keeps no recurrent state: it was not wrapped for it")
+
+    def recur(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        """Linear attention of every row to its sequence so far (kernels/linear_attention.py).
+
+        query, key: [T, J, K]; value: [T, H, V]; log_decay and, for the delta rule, beta: [T, H]; all float32.
+        Returns [T, H, V] float32.
+        """
+        raise RuntimeError(f"{self.name} keeps no recurrent state: it was not wrapped for it")
 
 
 def reachable(backend: AttentionBackend) -> Iterator[AttentionBackend]:

@@ -19,6 +19,7 @@ import torch
 if TYPE_CHECKING:
     from backends.base import AttentionBackend
     from backends.kv_pool import KVPool
+    from backends.state_pool import StatePool
 
 
 class ForwardMode(enum.Enum):
@@ -50,6 +51,8 @@ class ForwardBatch:
     num_prompt_rows: S counts of query tokens, from a sequence's first, that belong to its prompt. They are computed
         as prefill is, the others as decode and verify are, also when they are recomputed. None: all as `mode` says.
     capture_layers: ids of layers whose output hidden states the caller wants back.
+    num_draft_rows: S counts of query tokens, up to a sequence's last, that are guesses. None: none.
+    state_pool: recurrent state, by table row; None for models without.
     """
 
     mode: ForwardMode
@@ -65,6 +68,8 @@ class ForwardBatch:
     causal: bool = True
     num_prompt_rows: tuple[int, ...] | None = None
     capture_layers: tuple[int, ...] = ()
+    num_draft_rows: tuple[int, ...] | None = None
+    state_pool: StatePool | None = None
 
 
 @dataclass(frozen=True, slots=True)

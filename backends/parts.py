@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
+from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer, StateLayer
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 
 
@@ -48,7 +48,7 @@ def cut(batch: ForwardBatch, pieces: Sequence[Piece]) -> Part:
         dtype=torch.int64,
         device=batch.input_ids.device,
     )
-    prompt = batch.num_prompt_rows
+    prompt, drafts, lens = batch.num_prompt_rows, batch.num_draft_rows, batch.query_lens
     part = dataclasses.replace(
         batch,
         input_ids=batch.input_ids[rows],
@@ -60,6 +60,8 @@ def cut(batch: ForwardBatch, pieces: Sequence[Piece]) -> Part:
         logits_rows=batch.logits_rows[:0],
         num_prompt_rows=prompt
         and tuple(min(max(prompt[s] - start, 0), stop - start) for s, start, stop in pieces),
+        num_draft_rows=drafts
+        and tuple(max(stop - max(start, lens[s] - drafts[s]), 0) for s, start, stop in pieces),
     )
     return Part(part, rows)
 
@@ -135,6 +137,30 @@ class PartedBackend(AttentionBackend):
             return share.backend.forward_mha(take(query), take(entry), layer, part.batch, share.plan)
 
         return _gather(plan, attend, len(query))
+
+    def convolve(self, x: torch.Tensor, layer: StateLayer, batch: ForwardBatch, plan: object) -> torch.Tensor:
+        def convolve(share: _Share) -> torch.Tensor:
+            return share.backend.convolve(share.part.take(x), layer, share.part.batch, share.plan)
+
+        return _gather(plan, convolve, len(x))
+
+    def recur(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        def recur(share: _Share) -> torch.Tensor:
+            take = share.part.take
+            rows = take(query), take(key), take(value), take(log_decay), None if beta is None else take(beta)
+            return share.backend.recur(*rows, layer, share.part.batch, share.plan)
+
+        return _gather(plan, recur, len(query))
 
 
 def _gather(plan: object, attend: Callable[[_Share], torch.Tensor], num_rows: int) -> torch.Tensor:
