@@ -18,7 +18,7 @@ from kernels.dequantize import dequantize
 from kernels.packed import FLOAT_FORMATS, PackedWeight
 
 # Rows of a tile. On the CPUs measured, 1 to 16 bfloat16 rows cost about the same; float32 rows do not.
-_TILE = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 8}
+TILE = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 8}
 _WIDE = (256, 64)  # larger shapes that are tried, in this order
 _DEQUANTISED_AT_ONCE = 4096  # rows of a quantised matrix
 
@@ -54,7 +54,7 @@ def select_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ matrix [N, K]^T by tiles."""
-    tile = _TILE[x.dtype]
+    tile = TILE[x.dtype]
     count = x.shape[0]
     if count == 0:
         return x.new_empty(0, matrix.shape[0])
@@ -76,7 +76,7 @@ def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 def _widest(rows: int, matrix: torch.Tensor) -> int:
     """The largest shape for `rows` rows that is known to equal the tile."""
     shape = (matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device, torch.get_num_threads())
-    return next((wide for wide in _WIDE if wide <= rows and _equals_tile(wide, *shape)), _TILE[matrix.dtype])
+    return next((wide for wide in _WIDE if wide <= rows and _equals_tile(wide, *shape)), TILE[matrix.dtype])
 
 
 @cache
@@ -88,5 +88,5 @@ def _equals_tile(
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(wide, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
     matrix = torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
-    tiles = torch.cat([torch_linear(part, matrix) for part in x.split(_TILE[dtype])])
+    tiles = torch.cat([torch_linear(part, matrix) for part in x.split(TILE[dtype])])
     return torch.equal(torch_linear(x, matrix), tiles)

@@ -54,6 +54,12 @@ class Weights:
         self._check(name, tuple(vector.shape), (size,))
         return vector.to(self.device, dtype or self.dtype, copy=True)
 
+    def dense(self, name: str, rows: int, columns: int) -> torch.Tensor:
+        """The matrix `name` [rows, columns] in the model's dtype, whatever its format."""
+        part = self._source.packed(self._read(name))
+        self._check(name, (part.rows, part.columns), (rows, columns))
+        return dequantize(part).to(self.device, self.dtype, copy=True)
+
     def warn_unread(self) -> None:
         """Say which tensors of the checkpoint the model did not ask for."""
         extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
