@@ -62,7 +62,10 @@ class _Plan:
 
 
 class TorchNativeBackend(AttentionBackend):
-    """Reference backend: every device, every mask, sliding windows, soft-caps, grouped heads."""
+    """Reference backend: every device, every mask, sliding windows, soft-caps, grouped heads, every cache dtype.
+
+    Over a latent cache, a layer's key is its entry, and its value the first columns of it, which are not stored.
+    """
 
     name = "torch_native"
 
@@ -82,11 +85,14 @@ class TorchNativeBackend(AttentionBackend):
         batch.kv_pool.write(layer.layer_id, batch.out_slots, key, value)
         if query.shape[0] == 0:
             return query.new_empty(0, layer.num_heads, value.shape[-1])
-        tiles = [_attend(query, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
+        width = value.shape[-1]
+        tiles = [_attend(query, width, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
         return torch.cat(tiles).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
 
 
-def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, v_head_dim: int, layer: AttentionLayer, batch: ForwardBatch, part: _Part
+) -> torch.Tensor:
     """[N, TILE, num_heads, v_head_dim] float32 for the N tiles of `part`."""
     group = layer.num_heads // layer.num_kv_heads
     num_tiles = part.rows.shape[0]
@@ -94,7 +100,9 @@ def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, par
     # The heads of a group share their keys, so they are further rows of the same product.
     tiles = tiles.view(num_tiles, TILE, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = batch.kv_pool.gather(layer.layer_id, part.slots)
-    keys, values = keys.float().transpose(1, 2), values.float().transpose(1, 2)
+    keys = keys.float().transpose(1, 2)
+    latent = batch.kv_pool.layout.is_latent
+    values = keys[..., :v_head_dim] if latent else values.float().transpose(1, 2)
     mask = part.mask.repeat(1, group, 1).unsqueeze(1)
     partial = []
     for items, blocks in part.calls:

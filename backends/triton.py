@@ -14,10 +14,10 @@ import torch
 
 from backends.base import AttentionBackend, AttentionLayer
 from backends.forward import ForwardBatch
-from backends.kv_pool import KVLayout
+from backends.kv_pool import FP8, INT8, KVLayout
 from kernels.triton.tiling import Blocks, Tiling, block_sizes, tile
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8, INT8)
 
 
 @dataclass(slots=True)
@@ -56,9 +56,9 @@ class TritonBackend(AttentionBackend):
         plan: object,
     ) -> torch.Tensor:
         assert isinstance(plan, _Plan)
-        pool, latent = batch.kv_pool, batch.kv_pool.layout.is_latent
+        pool, layer_id = batch.kv_pool, layer.layer_id
         num_heads, num_kv_heads, v_head_dim = query.shape[1], key.shape[1], value.shape[2]
-        pool.write(layer.layer_id, batch.out_slots, key, value[..., :0] if latent else value)
+        pool.write(layer_id, batch.out_slots, key, value)
         blocks = self._block_sizes(query.shape[2], v_head_dim, query.dtype)
         shape = (num_heads, num_kv_heads, v_head_dim, blocks)
         if shape not in plan.tilings:
@@ -67,8 +67,8 @@ class TritonBackend(AttentionBackend):
             )
         return self._attend(
             query,
-            pool.key[layer.layer_id],
-            None if latent else pool.value[layer.layer_id],
+            pool.key[layer_id],
+            None if pool.layout.is_latent else pool.value[layer_id],
             batch.slot_table,
             plan.tilings[shape],
             blocks,
@@ -77,6 +77,10 @@ class TritonBackend(AttentionBackend):
             causal=batch.causal,
             window=layer.sliding_window,
             softcap=layer.logit_softcap,
+            k_scale=pool.key_scale[layer_id],
+            v_scale=pool.value_scale[layer_id],
+            k_slot_scales=None if pool.key_slot_scales is None else pool.key_slot_scales[layer_id],
+            v_slot_scales=None if pool.value_slot_scales is None else pool.value_slot_scales[layer_id],
         )
 
 
@@ -85,15 +89,17 @@ def unusable(device: torch.device, layout: KVLayout) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     if layout.dtype not in _DTYPES:
-        return f"it has no kernels for a KV cache of {str(layout.dtype).removeprefix('torch.')}"
+        return f"it has no kernels for a KV cache of {layout.dtype_name}"
     if device.type == "cpu":
         return (
             None if _interpreting() else "it needs CUDA (on a CPU: Triton's interpreter, TRITON_INTERPRET=1)"
         )
     if device.type != "cuda":
         return "it needs CUDA"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "it needs a GPU of compute capability 8.0 or later"
+    needed = (8, 9) if layout.dtype == FP8 else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        of_fp8 = f" over a KV cache of {layout.dtype_name}" if layout.dtype == FP8 else ""
+        return f"it needs a GPU of compute capability {needed[0]}.{needed[1]} or later{of_fp8}"
     return None
 
 

@@ -32,14 +32,17 @@ def paged_attention(
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    k_slot_scales: torch.Tensor | None = None,
+    v_slot_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of all query tokens of a pass over the slots of their sequences: [T, num_heads, v_head_dim].
 
     query: [T, num_heads, head_dim], float32, float16 or bfloat16.
     key_cache: [slots, num_kv_heads, head_dim]; value_cache likewise with v_head_dim. Of any dtype that converts to
-        query's: of fp8 (e4m3; on a GPU of capability 8.9 or later) and int8, what is stored times `k_scale` or
-        `v_scale` is meant. value_cache None: a value is the first v_head_dim columns of its key (the latent cache
-        of absorbed MLA), and k_scale is that of both.
+        query's (fp8 is e4m3, on a GPU of capability 8.9 or later). What is stored is meant times `k_scale` or
+        `v_scale`, and times that of its slot and head in `k_slot_scales` or `v_slot_scales`, if given: both
+        [slots, num_kv_heads] float32, contiguous. value_cache None: a value is the first v_head_dim columns of its
+        key (the latent cache of absorbed MLA), and the scales are those of the key.
     slot_table: [rows, max_context_len] int32, as `tiling` refers to it.
     window: tokens of context that a query sees, itself included. causal False: queries see all of the context.
     The last dimension of every tensor is contiguous. A result is in query's dtype.
@@ -53,11 +56,17 @@ def paged_attention(
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         latent=latent,
+        slot_scales=k_slot_scales is not None,
         dtype=query.dtype,
         blocks=blocks,
         causal=causal,
         window=window,
         softcap=softcap,
+    )
+    # Where there is none, no kernel reads it: any tensor will do.
+    scales = (
+        query if k_slot_scales is None else k_slot_scales,
+        query if v_slot_scales is None else v_slot_scales,
     )
     options = launch_options(blocks)
     score_scale = scale * k_scale * LOG2_E.value
@@ -65,13 +74,14 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, v_head_dim)
     if len(tiling.whole_tiles):
         extend_kernel[(len(tiling.whole_tiles), key_cache.shape[1])](
-            query, key_cache, values, out, slot_table, tiling.sequences, tiling.whole_tiles,
-            *query.stride()[:2], *key_cache.stride()[:2], *values.stride()[:2], *out.stride()[:2],
-            slot_table.stride(0), score_scale, value_scale, **_taken_by(extend_kernel, sizes), **options,
+            query, key_cache, values, *scales, out, slot_table, tiling.sequences, tiling.whole_tiles,
+            *query.stride()[:2], *key_cache.stride()[:2], *values.stride()[:2], key_cache.shape[1],
+            *out.stride()[:2], slot_table.stride(0), score_scale, value_scale,
+            **_taken_by(extend_kernel, sizes), **options,
         )  # fmt: skip
     if len(tiling.split_tiles):
         totals, peaks = attend_splits(
-            query, key_cache, values, slot_table, tiling, score_scale, sizes, options
+            query, key_cache, values, scales, slot_table, tiling, score_scale, sizes, options
         )
         merge_splits(totals, peaks, out, tiling, value_scale, sizes, options)
     return out
@@ -81,6 +91,7 @@ def attend_splits(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
+    slot_scales: tuple[torch.Tensor, torch.Tensor],
     slot_table: torch.Tensor,
     tiling: Tiling,
     score_scale: float,
@@ -94,9 +105,9 @@ def attend_splits(
     totals = query.new_empty(tiling.num_partials, sizes["V_DIM"], dtype=torch.float32)
     peaks = query.new_empty(tiling.num_partials, 2, dtype=torch.float32)
     split_kernel[(len(tiling.split_tiles), key_cache.shape[1], tiling.num_splits)](
-        query, key_cache, value_cache, totals, peaks, slot_table, tiling.sequences, tiling.split_tiles,
-        *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2], slot_table.stride(0),
-        score_scale, **_taken_by(split_kernel, sizes), **options,
+        query, key_cache, value_cache, *slot_scales, totals, peaks, slot_table, tiling.sequences,
+        tiling.split_tiles, *query.stride()[:2], *key_cache.stride()[:2], *value_cache.stride()[:2],
+        key_cache.shape[1], slot_table.stride(0), score_scale, **_taken_by(split_kernel, sizes), **options,
     )  # fmt: skip
     return totals, peaks
 
@@ -124,6 +135,7 @@ def constants(
     head_dim: int,
     v_head_dim: int,
     latent: bool,
+    slot_scales: bool = False,
     dtype: torch.dtype,
     blocks: Blocks,
     causal: bool = True,
@@ -137,6 +149,7 @@ def constants(
         WINDOW=window or 0,
         CAUSAL=causal,
         LATENT=latent,
+        SLOT_SCALES=slot_scales,
         NUM_HEADS=num_heads,
         GROUP=num_heads // num_kv_heads,
         MAIN=main,

@@ -77,11 +77,15 @@ def _attend(
     slots,
     key,
     value,
+    key_scales,
+    value_scales,
     key_slot_stride,
     value_slot_stride,
+    scale_slot_stride,
     scale,
     SOFTCAP: tl.constexpr,
     LATENT: tl.constexpr,
+    SLOT_SCALES: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -94,6 +98,7 @@ def _attend(
 ):
     """Attention of a tile over positions `begin` to `end`: sum [ROWS, V_BLOCK], peak [ROWS] and weight [ROWS].
 
+    `key_scales` and `value_scales` point to this head's scale of slot 0; they are read if SLOT_SCALES.
     Scores are in units of log 2. `begin` is a multiple of KEYS; `first` and `last` bound what each row sees.
     """
     total = tl.full([ROWS, V_BLOCK], 0.0, dtype=tl.float32)
@@ -120,6 +125,9 @@ def _attend(
             ).to(DOT)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = scores * scale
+        if SLOT_SCALES:
+            k_scale = tl.load(key_scales + slot * scale_slot_stride, mask=inside, other=0.0)
+            scores = scores * k_scale[None, :]
         if SOFTCAP > 0:  # tanh(x) = 1 - 2 / (e^2x + 1)
             scores = SOFTCAP * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / SOFTCAP)) + 1.0))
         seen = (position[None, :] >= first[:, None]) & (position[None, :] <= last[:, None])
@@ -131,12 +139,17 @@ def _attend(
         weight = weight * keep + tl.sum(p, 1)
         if LATENT:
             v = k_main
+            if SLOT_SCALES:
+                v = (v.to(tl.float32) * k_scale[:, None]).to(DOT)
         else:
             v = tl.load(
                 value + slot[:, None] * value_slot_stride + v_dim[None, :],
                 mask=inside[:, None] & (v_dim < V_DIM)[None, :],
                 other=0.0,
             ).to(DOT)
+            if SLOT_SCALES:
+                v_scale = tl.load(value_scales + slot * scale_slot_stride, mask=inside, other=0.0)
+                v = (v.to(tl.float32) * v_scale[:, None]).to(DOT)
         total = tl.dot(p.to(DOT), v, total * keep[:, None], input_precision="ieee")
         peak = high
     return total, peak, weight
@@ -147,6 +160,8 @@ def extend_kernel(
     query,
     key,
     value,
+    key_scales,
+    value_scales,
     out,
     slot_table,
     sequences,
@@ -157,6 +172,7 @@ def extend_kernel(
     key_head_stride,
     value_slot_stride,
     value_head_stride,
+    scale_slot_stride,
     out_token_stride,
     out_head_stride,
     table_stride,
@@ -166,6 +182,7 @@ def extend_kernel(
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     LATENT: tl.constexpr,
+    SLOT_SCALES: tl.constexpr,
     GROUP: tl.constexpr,
     MAIN: tl.constexpr,
     REST: tl.constexpr,
@@ -207,11 +224,15 @@ def extend_kernel(
             slots,
             key + kv_head * key_head_stride,
             value + kv_head * value_head_stride,
+            key_scales + kv_head,
+            value_scales + kv_head,
             key_slot_stride,
             value_slot_stride,
+            scale_slot_stride,
             scale,
             SOFTCAP,
             LATENT,
+            SLOT_SCALES,
             MAIN,
             REST,
             V_DIM,
@@ -239,6 +260,8 @@ def split_kernel(
     query,
     key,
     value,
+    key_scales,
+    value_scales,
     totals,
     peaks,
     slot_table,
@@ -250,12 +273,14 @@ def split_kernel(
     key_head_stride,
     value_slot_stride,
     value_head_stride,
+    scale_slot_stride,
     table_stride,
     scale,
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     CAUSAL: tl.constexpr,
     LATENT: tl.constexpr,
+    SLOT_SCALES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     MAIN: tl.constexpr,
@@ -301,11 +326,15 @@ def split_kernel(
         slot_table + tl.load(sequence + 3).to(tl.int64) * table_stride,
         key + kv_head * key_head_stride,
         value + kv_head * value_head_stride,
+        key_scales + kv_head,
+        value_scales + kv_head,
         key_slot_stride,
         value_slot_stride,
+        scale_slot_stride,
         scale,
         SOFTCAP,
         LATENT,
+        SLOT_SCALES,
         MAIN,
         REST,
         V_DIM,

@@ -23,16 +23,25 @@ def paged_attention(
     softcap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    k_slot_scales: torch.Tensor | None = None,
+    v_slot_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same arguments and result as `kernels.triton.attention.paged_attention`; the result is float64."""
     out = []
-    values = key_cache[..., :v_head_dim] if value_cache is None else value_cache
-    value_unit = k_scale if value_cache is None else v_scale
+    keys = key_cache.double() * k_scale
+    if k_slot_scales is not None:
+        keys = keys * k_slot_scales.unsqueeze(-1)
+    if value_cache is None:
+        values = keys[..., :v_head_dim]
+    else:
+        values = value_cache.double() * v_scale
+        if v_slot_scales is not None:
+            values = values * v_slot_scales.unsqueeze(-1)
     group = query.shape[1] // key_cache.shape[1]
     for rows, context, table_row in zip(query.split(list(query_lens)), context_lens, table_rows, strict=True):
         slots = slot_table[table_row, :context].long()
-        k = (key_cache[slots].double() * k_scale).repeat_interleave(group, 1)  # [context, heads, head_dim]
-        v = (values[slots].double() * value_unit).repeat_interleave(group, 1)
+        k = keys[slots].repeat_interleave(group, 1)  # [context, heads, head_dim]
+        v = values[slots].repeat_interleave(group, 1)
         seen = mask(len(rows), context, causal, window).to(query.device)
         out.append(attend(rows.double(), k, v, seen, scale, softcap)[0])
     return torch.cat(out)

@@ -28,6 +28,14 @@ class Layer:
     logit_softcap: float | None = None
 
 
+def stored(entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[…, dim] as a pool of `dtype` rounds it, float64. int8 is by the largest number of each […]."""
+    if dtype != torch.int8:
+        return entries.to(dtype).double()
+    scale = entries.float().abs().amax(-1, keepdim=True) / 127
+    return (entries.float() / scale).round().double() * scale.double()
+
+
 class Streams:
     """`lengths[s]` tokens of each sequence, in a pool whose slots are in shuffled order and full of old values."""
 
@@ -39,8 +47,12 @@ class Streams:
         pool_dtype: torch.dtype | None = None,
         seed: int = 0,
         device: torch.device = CPU,
+        latent: bool = False,
     ) -> None:
-        """The tokens are those of `seed` and depend on nothing else; where they lie in the pool is drawn anew."""
+        """The tokens are those of `seed` and depend on nothing else; where they lie in the pool is drawn anew.
+
+        latent: values are the first columns of keys, and the pool holds none.
+        """
         self.layer = layer
         self.lengths = tuple(lengths)
         contents = torch.Generator().manual_seed(seed)
@@ -51,13 +63,19 @@ class Streams:
         self.query = draw(layer.num_heads, layer.head_dim)
         self.key = draw(layer.num_kv_heads, layer.head_dim)
         self.value = draw(layer.num_kv_heads, layer.v_head_dim)
+        if latent:
+            self.value = [key[..., : layer.v_head_dim] for key in self.key]
         layout = KVLayout(
-            layer.layer_id + 1, layer.num_kv_heads, layer.head_dim, layer.v_head_dim, pool_dtype or dtype
+            num_layers=layer.layer_id + 1,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=0 if latent else layer.v_head_dim,
+            dtype=pool_dtype or dtype,
         )
         width = max(self.lengths)
         self.pool = KVPool(layout, len(self.lengths) * width + 7, device)
-        self.pool.key.normal_(std=100.0)
-        self.pool.value.normal_(std=100.0)
+        for tensor in (self.pool.key, self.pool.value):
+            tensor.copy_(torch.randn(tensor.shape, device=device) * 100)
         slots = torch.randperm(self.pool.num_slots)[: len(self.lengths) * width]
         self.slot_table = slots.view(-1, width).int().to(device)
         self.done = [0] * len(self.lengths)
@@ -127,11 +145,14 @@ class Streams:
     def expected(self, s: int, start: int, stop: int, causal: bool = True) -> torch.Tensor:
         """Rows [start, stop) of sequence s by the formula, dense, in float64, keys and values as the pool rounds them."""
         layer = self.layer
-        stored = self.pool.layout.dtype
+        layout = self.pool.layout
         group = layer.num_heads // layer.num_kv_heads
         query = self.query[s][start:stop].double()
-        key = self.key[s][:stop].to(stored).double().repeat_interleave(group, 1)
-        value = self.value[s][:stop].to(stored).double().repeat_interleave(group, 1)
+        key = stored(self.key[s][:stop], layout.dtype)
+        value = (
+            key[..., : layer.v_head_dim] if layout.is_latent else stored(self.value[s][:stop], layout.dtype)
+        )
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scale
         if layer.logit_softcap is not None:
             scores = layer.logit_softcap * torch.tanh(scores / layer.logit_softcap)

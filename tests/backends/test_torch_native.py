@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.forward import ForwardMode, forward_context
+from backends.kv_pool import FP8, INT8
 from backends.torch_native import BLOCK, TILE, TorchNativeBackend
 from tests.backends.streams import Layer, Streams
 
@@ -28,6 +29,7 @@ layers = st.builds(
     cap=st.sampled_from([None, 3.0]),
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+pool_dtypes = st.sampled_from([torch.float32, torch.bfloat16, FP8, INT8])
 lengths = st.lists(st.integers(1, 2 * BLOCK + 30), min_size=1, max_size=4)
 COUNTS = [1, 2, 7, 8, 9, 16, 33, 100, BLOCK, 3 * BLOCK]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -49,7 +51,7 @@ def schedules(draw: st.DrawFn, ends: list[int]) -> list[dict[int, int]]:
 
 
 @settings(max_examples=15, deadline=None)
-@given(layer=layers, dtype=dtypes, pool_dtype=dtypes, ends=lengths, data=st.data())
+@given(layer=layers, dtype=dtypes, pool_dtype=pool_dtypes, ends=lengths, data=st.data())
 def test_equals_dense_attention(
     layer: Layer, dtype: torch.dtype, pool_dtype: torch.dtype, ends: list[int], data: st.DataObject
 ) -> None:
@@ -64,14 +66,14 @@ def test_equals_dense_attention(
 
 
 @settings(max_examples=15, deadline=None)
-@given(layer=layers, dtype=dtypes, ends=lengths, data=st.data())
+@given(layer=layers, dtype=dtypes, pool_dtype=pool_dtypes, ends=lengths, data=st.data())
 def test_a_row_is_the_same_in_every_cut_company_and_slot_layout(
-    layer: Layer, dtype: torch.dtype, ends: list[int], data: st.DataObject
+    layer: Layer, dtype: torch.dtype, pool_dtype: torch.dtype, ends: list[int], data: st.DataObject
 ) -> None:
     backend = TorchNativeBackend()
-    alone = Streams(layer, ends, dtype)
+    alone = Streams(layer, ends, dtype, pool_dtype)
     whole = [alone.feed(backend, {s: end})[s] for s, end in enumerate(ends)]
-    together = Streams(layer, ends, dtype)
+    together = Streams(layer, ends, dtype, pool_dtype)
     for counts in data.draw(schedules(ends)):
         for s, rows in together.feed(backend, counts).items():
             stop = together.done[s]
@@ -82,17 +84,18 @@ def test_a_row_is_the_same_in_every_cut_company_and_slot_layout(
 @given(
     layer=layers,
     dtype=dtypes,
+    pool_dtype=pool_dtypes,
     prefix=st.integers(BLOCK - 20, BLOCK + 4),
     rows=st.integers(2, 16),
     data=st.data(),
 )
 def test_verified_blocks_of_2_to_16_rows_equal_decode(
-    layer: Layer, dtype: torch.dtype, prefix: int, rows: int, data: st.DataObject
+    layer: Layer, dtype: torch.dtype, pool_dtype: torch.dtype, prefix: int, rows: int, data: st.DataObject
 ) -> None:
     backend = TorchNativeBackend()
     ends = [prefix + rows] * data.draw(st.integers(1, 8), label="sequences")
     everyone = dict.fromkeys(range(len(ends)), prefix)
-    decoded, verified = Streams(layer, ends, dtype), Streams(layer, ends, dtype)
+    decoded, verified = (Streams(layer, ends, dtype, pool_dtype) for _ in range(2))
     decoded.cache(everyone)
     verified.cache(everyone)
     expected = torch.cat([decoded.feed(backend, {0: 1})[0] for _ in range(rows)])
@@ -112,6 +115,38 @@ def test_rows_of_a_block_without_causal_order_see_each_other(
     for s, start, stop in ((0, prefix, prefix + block), (1, 0, 40)):
         expected = streams.expected(s, start, stop, causal=False)
         torch.testing.assert_close(rows[s].double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+LATENT = Layer(num_heads=8, num_kv_heads=1, head_dim=48, v_head_dim=32)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, FP8, INT8], ids=str)
+def test_over_a_latent_cache_values_are_the_first_columns_of_keys(pool_dtype: torch.dtype) -> None:
+    backend = TorchNativeBackend()
+    prompt, block = BLOCK + 30, 5
+    whole, parts = (
+        Streams(LATENT, [prompt + block], torch.float32, pool_dtype, latent=True) for _ in range(2)
+    )
+    rows = whole.feed(backend, {0: prompt + block})[0]
+    torch.testing.assert_close(
+        rows.double(), whole.expected(0, 0, prompt + block), atol=TOLERANCE[torch.float32], rtol=1e-4
+    )
+    parts.feed(backend, {0: prompt})
+    assert torch.equal(parts.feed(backend, {0: block})[0], rows[prompt:])
+
+
+@pytest.mark.parametrize(
+    ("pool_dtype", "bound"), [(torch.bfloat16, 0.01), (INT8, 0.02), (FP8, 0.08)], ids=str
+)
+@pytest.mark.parametrize("latent", [False, True])
+def test_the_error_of_a_narrow_cache_is_bounded(pool_dtype: torch.dtype, bound: float, latent: bool) -> None:
+    """Against unquantised attention over the same keys and values, which are of normal distribution."""
+    layer, length = LATENT if latent else Layer(num_heads=6, num_kv_heads=2), 300
+    narrow = Streams(layer, [length], torch.float32, pool_dtype, latent=latent)
+    wide = Streams(layer, [length], torch.float32, latent=latent)
+    out, expected = narrow.feed(TorchNativeBackend(), {0: length})[0].double(), wide.expected(0, 0, length)
+    error = (out - expected).norm() / expected.norm()
+    assert 0 < error < bound
 
 
 def test_what_is_read_grows_with_a_requests_own_context_only() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.forward import ForwardMode
-from backends.kv_pool import KVLayout, KVPool
+from backends.kv_pool import FP8, INT8
 from backends.triton import TritonBackend
 from kernels.triton.tiling import Blocks
 from tests.backends.streams import Layer, Streams
@@ -24,31 +24,36 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 layers = st.sampled_from(sorted(LAYERS))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+pool_dtypes = st.sampled_from([torch.float32, torch.bfloat16, FP8, INT8])
+
+
+def runs(pool_dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" or pool_dtype != FP8 or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def backend() -> TritonBackend:
     return TritonBackend(lambda *shape: BLOCKS)
 
 
-def streams(name: str, lengths: list[int], dtype: torch.dtype, device: torch.device) -> Streams:
-    """Over a latent cache, values are the first columns of keys, and the pool holds none."""
-    layer = LAYERS[name]
-    made = Streams(layer, lengths, dtype, device=device)
-    if name == "latent":
-        made.value = [key[..., : layer.v_head_dim] for key in made.key]
-        layout = KVLayout(layer.layer_id + 1, layer.num_kv_heads, layer.head_dim, 0, dtype)
-        made.pool = KVPool(layout, made.pool.num_slots, device)
-        made.pool.key.normal_(std=100.0)
-    return made
+def streams(
+    name: str,
+    lengths: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pool_dtype: torch.dtype | None = None,
+) -> Streams:
+    return Streams(LAYERS[name], lengths, dtype, pool_dtype, device=device, latent=name == "latent")
 
 
 @settings(max_examples=8, deadline=None)
-@given(name=layers, dtype=dtypes, cut=st.integers(1, 69), causal=st.booleans())
+@given(name=layers, dtype=dtypes, pool_dtype=pool_dtypes, cut=st.integers(1, 69), causal=st.booleans())
 def test_equals_dense_attention(
-    device: torch.device, name: str, dtype: torch.dtype, cut: int, causal: bool
+    device: torch.device, name: str, dtype: torch.dtype, pool_dtype: torch.dtype, cut: int, causal: bool
 ) -> None:
     """A prompt, then the rest of it beside a short prompt, as blocks that see each other or not."""
-    fed = streams(name, [70, 9], dtype, device)
+    if not runs(pool_dtype, device):
+        pool_dtype = dtype
+    fed = streams(name, [70, 9], dtype, device, pool_dtype)
     kernels = backend()
     fed.feed(kernels, {0: cut})
     for s, rows in fed.feed(kernels, {1: 9, 0: 70 - cut}, causal).items():
@@ -58,14 +63,25 @@ def test_equals_dense_attention(
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, FP8),
+        (torch.float32, INT8),
+    ],
+    ids=str,
+)
 def test_a_row_is_the_same_in_every_cut_and_company(
-    device: torch.device, name: str, dtype: torch.dtype
+    device: torch.device, name: str, dtype: torch.dtype, pool_dtype: torch.dtype
 ) -> None:
     """Prefill, chunks, decode (over its keys in splits, where they are many) and verified blocks."""
+    if not runs(pool_dtype, device):
+        pytest.skip("this GPU has no fp8")
     kernels = backend()
-    whole = streams(name, [90, 20], dtype, device).feed(kernels, {0: 90})[0]
-    together = streams(name, [90, 20], dtype, device)
+    whole = streams(name, [90, 20], dtype, device, pool_dtype).feed(kernels, {0: 90})[0]
+    together = streams(name, [90, 20], dtype, device, pool_dtype)
     rows = []
     for counts in ({0: 40}, {1: 19, 0: 30}, {0: 1, 1: 1}, {0: 1}, {0: 2}, {0: 16}):
         rows.append(together.feed(kernels, counts)[0])

@@ -12,6 +12,7 @@ from tests.kernels.triton_suite import (
     test_a_split_equals_its_reference,
     test_extend_equals_its_reference,
     test_scales_of_a_quantised_cache_apply_to_keys_and_values,
+    test_scales_of_slots_and_heads_apply_to_keys_and_values,
     test_splitting_changes_no_bit,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "test_a_split_equals_its_reference",
     "test_extend_equals_its_reference",
     "test_scales_of_a_quantised_cache_apply_to_keys_and_values",
+    "test_scales_of_slots_and_heads_apply_to_keys_and_values",
     "test_splitting_changes_no_bit",
 ]
 

@@ -136,8 +136,9 @@ def test_a_split_equals_its_reference(
     sizes = constants(**vars(heads), dtype=torch.float32, blocks=BLOCKS, **mask)
     scale = heads.head_dim**-0.5
     totals, peaks = attend_splits(
-        case.query, case.key, value, case.slot_table, tiling, scale * LOG2_E, sizes, launch_options(BLOCKS)
-    )
+        case.query, case.key, value, (case.query, case.query), case.slot_table, tiling, scale * LOG2_E, sizes,
+        launch_options(BLOCKS),
+    )  # fmt: skip
     shape = (queries, heads.num_heads, -(-context // BLOCKS.split))
     totals, peak, weight = totals.view(*shape, -1), peaks[:, 0].view(shape), peaks[:, 1].view(shape)
 
@@ -254,3 +255,25 @@ def test_scales_of_a_quantised_cache_apply_to_keys_and_values(
     torch.testing.assert_close(
         latent.attend(split, k_scale=0.7).double(), latent.expected(k_scale=0.7), atol=2e-5, rtol=2e-5
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_scales_of_slots_and_heads_apply_to_keys_and_values(
+    device: torch.device, dtype: torch.dtype, split: bool, softcap: float | None
+) -> None:
+    for heads in (Heads(6, 2, 32, 32), Heads(4, 1, 48, 32, latent=True), Heads(4, 1, 40, 24)):
+        case = Pass(device, heads, [3, 1], [40, 70], dtype, cache_dtype=torch.int8)
+        case.key.copy_(torch.randn(case.key.shape) * 40)
+        case.value.copy_(torch.randn(case.value.shape) * 40)
+        shape = case.key.shape[:2]
+        scales = dict(
+            k_slot_scales=torch.rand(shape).to(device) / 20, v_slot_scales=torch.rand(shape).to(device) / 20
+        )
+        torch.testing.assert_close(
+            case.attend(split, softcap=softcap, **scales).double(),
+            case.expected(softcap=softcap, **scales),
+            atol=TOLERANCE[dtype],
+            rtol=TOLERANCE[dtype],
+        )
