@@ -13,14 +13,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backends.base import AttentionBackend, AttentionLayer
+from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch
+from backends.mla import MHAPlan, attend_mha, plan_mha
+from backends.softmax import MASKED, partial_attention
 
 TILE = 8  # query rows
 BLOCK = 128  # key slots
 _ITEMS_AT_ONCE = 256  # bounds the memory of gathered keys and values
 _SHARED = 4  # tiles of one sequence from which on they read a block together, instead of a copy each
-_MASKED = -1e30  # finite: a tile that sees nothing of a block must give a weight of 0, not a NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class _Plan:
     batch: ForwardBatch
     valid: torch.Tensor
     parts: dict[int | None, list[_Part]] = field(default_factory=dict)
+    decompressed: MHAPlan | None = None
 
     def parts_for(self, window: int | None) -> list[_Part]:
         """The pass cut into parts of whole tiles."""
@@ -59,6 +61,11 @@ class _Plan:
             tiles = _tiles(self.batch, window)
             self.parts[window] = [_part(self.batch, window, some) for some in _cut(tiles)]
         return self.parts[window]
+
+    def mha(self) -> MHAPlan:
+        if self.decompressed is None:
+            self.decompressed = plan_mha(self.batch)
+        return self.decompressed
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -89,6 +96,18 @@ class TorchNativeBackend(AttentionBackend):
         tiles = [_attend(query, width, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
         return torch.cat(tiles).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
 
+    def forward_mha(
+        self,
+        query: torch.Tensor,
+        entry: torch.Tensor,
+        layer: LatentAttentionLayer,
+        batch: ForwardBatch,
+        plan: object,
+    ) -> torch.Tensor:
+        assert isinstance(plan, _Plan)
+        batch.kv_pool.write(layer.layer_id, batch.out_slots, entry, entry[..., :0])
+        return attend_mha(query, layer, batch, plan.mha())
+
 
 def _attend(
     query: torch.Tensor, v_head_dim: int, layer: AttentionLayer, batch: ForwardBatch, part: _Part
@@ -109,7 +128,7 @@ def _attend(
         queries = tiles.index_select(0, part.item_tile[items])
         count = queries.shape[0]
         partial.append(
-            _partial(
+            partial_attention(
                 queries,
                 keys[blocks].expand(count, -1, -1, -1),
                 values[blocks].expand(count, -1, -1, -1),
@@ -141,28 +160,6 @@ def _merge(out: torch.Tensor, lse: torch.Tensor, part: _Part) -> torch.Tensor:
         weight.index_copy_(0, tiles, weight.index_select(0, tiles) * keep + gain)
         peak.index_copy_(0, tiles, high)
     return total / weight
-
-
-def _partial(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over one block: [W, heads, rows, dim] and the log-sum-exp of its scores, [W, heads, rows]."""
-    if query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
-        )
-        return out, lse
-    scores = query @ key.transpose(-1, -2) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores + mask
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp() @ value, lse
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +223,7 @@ def _part(batch: ForwardBatch, window: int | None, tiles: list[_Tile]) -> _Part:
     return _Part(
         rows=first_rows.unsqueeze(1) + rows,
         item_tile=item_tile,
-        mask=torch.where(seen, 0.0, _MASKED).expand(-1, TILE, -1),
+        mask=torch.where(seen, 0.0, MASKED).expand(-1, TILE, -1),
         slots=batch.slot_table[read.unsqueeze(1), positions].long(),
         calls=calls,
         rounds=tuple(_rounds(tiles, items, device)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.base import ModelError
 from models.config import ModelConfig
 from models.decoder import Decoder
+from models.deepseek_v2 import DeepseekV2ForCausalLM
 from models.dflash_config import ARCHITECTURE as DFLASH
 from models.gemma3 import Gemma3ForCausalLM
 from models.llama import LlamaForCausalLM
@@ -19,6 +20,10 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekV2ForCausalLM,
+    "KimiK25ForConditionalGeneration": DeepseekV2ForCausalLM,
+    "Kimi_K25ForConditionalGeneration": DeepseekV2ForCausalLM,  # as transformers spells it
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForCausalLM,
 }

@@ -29,8 +29,10 @@ def _text_model_name(name: str) -> str | None:
     vision = (
         "vision_tower.",
         "multi_modal_projector.",
+        "mm_projector.",
         "model.vision_tower.",
         "model.multi_modal_projector.",
+        "model.mm_projector.",
     )
     return None if name.startswith(vision) else name
 
