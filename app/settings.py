@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
-from backends.options import AttentionOptions
-from engine.options import CacheOptions, SchedulerOptions
+from backends.options import AttentionOptions, SpeculativeAttentionMode
+from engine.options import CacheOptions, KVCacheDtype, SchedulerOptions
 from models.options import Dtype, ModelOptions
 from speculative.options import Algorithm, SpeculativeOptions
 
@@ -26,9 +26,9 @@ _PROCESS = Group.create_ordered("Process")
 _SERVER = Group.create_ordered("Server")
 
 _POSITIVE = Number(gte=1)
-_CACHE, _SCHEDULER, _SPECULATIVE = CacheOptions(), SchedulerOptions(), SpeculativeOptions()
+_ATTENTION_OPTIONS, _CACHE = AttentionOptions(), CacheOptions()
+_SCHEDULER, _SPECULATIVE = SchedulerOptions(), SpeculativeOptions()
 
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -78,6 +78,36 @@ class EngineSettings:
         str | None,
         Parameter(group=_ATTENTION, help="The same, for decoding alone; goes before the general one."),
     ] = None
+    speculative_draft_attention_backend: Annotated[
+        str | None,
+        Parameter(group=_ATTENTION, help="The same, for all that the drafter does (default: as the target)."),
+    ] = None
+    speculative_attention_mode: Annotated[
+        SpeculativeAttentionMode,
+        Parameter(
+            group=_ATTENTION,
+            help="Which backend verifies, where prompts and decoding have different ones. "
+            "decode keeps a speculated text the same, to the bit, as a plain one.",
+        ),
+    ] = _ATTENTION_OPTIONS.speculative_attention_mode
+    enable_pdmux: Annotated[
+        bool,
+        Parameter(
+            group=_ATTENTION, help="Decode on backends apart from those of prompts, one a group of SMs."
+        ),
+    ] = False
+    sm_group_num: Annotated[
+        int | None,
+        Parameter(
+            group=_ATTENTION,
+            validator=_POSITIVE,
+            help=f"Groups of SMs for --enable-pdmux (default: {_ATTENTION_OPTIONS.sm_group_num}).",
+        ),
+    ] = None
+    enable_two_batch_overlap: Annotated[
+        bool,
+        Parameter(group=_ATTENTION, help="Attend in two halves of the batch, each by a backend of its own."),
+    ] = False
 
     mem_fraction_static: Annotated[
         float,
@@ -99,8 +129,17 @@ class EngineSettings:
         int, Parameter(group=_MEMORY, validator=_POSITIVE, help="Tokens in a page of the KV cache.")
     ] = _CACHE.page_size
     kv_cache_dtype: Annotated[
-        KVCacheDtype, Parameter(group=_MEMORY, help="What keys and values are held in. auto: as computed.")
-    ] = "auto"
+        KVCacheDtype,
+        Parameter(
+            group=_MEMORY,
+            help="What keys and values are held in. auto: as computed. fp8 and int8 hold twice as many tokens "
+            "as bfloat16, with some error.",
+        ),
+    ] = _CACHE.kv_cache_dtype
+    speculative_draft_kv_cache_dtype: Annotated[
+        KVCacheDtype | None,
+        Parameter(group=_MEMORY, help="The same, for the drafter (default: as the target)."),
+    ] = None
     disable_prefix_caching: Annotated[
         bool, Parameter(group=_MEMORY, help="Compute every prompt anew, even where its beginning is cached.")
     ] = False
@@ -175,6 +214,12 @@ class EngineSettings:
                 f"--context-length {context} does not fit in --max-total-tokens {pool}: "
                 "lower the one or raise the other"
             )
+        if self.sm_group_num is not None and not self.enable_pdmux:
+            raise SettingsError("--sm-group-num has no meaning without --enable-pdmux: give both or neither")
+        if self.enable_pdmux and self.enable_two_batch_overlap:
+            raise SettingsError(
+                "--enable-pdmux and --enable-two-batch-overlap cut a batch in different ways: leave one of them out"
+            )
         if self.speculative_algorithm == "none" and self.speculative_num_draft_tokens is not None:
             raise SettingsError(
                 "--speculative-num-draft-tokens has no meaning with --speculative-algorithm none: leave one of them out"
@@ -207,6 +252,11 @@ class EngineSettings:
             attention_backend=self.attention_backend,
             prefill_attention_backend=self.prefill_attention_backend,
             decode_attention_backend=self.decode_attention_backend,
+            speculative_draft_attention_backend=self.speculative_draft_attention_backend,
+            speculative_attention_mode=self.speculative_attention_mode,
+            enable_pdmux=self.enable_pdmux,
+            sm_group_num=self.sm_group_num or _ATTENTION_OPTIONS.sm_group_num,
+            enable_two_batch_overlap=self.enable_two_batch_overlap,
         )
 
     def cache_options(self) -> CacheOptions:
@@ -215,6 +265,7 @@ class EngineSettings:
             max_total_tokens=self.max_total_tokens,
             page_size=self.page_size,
             kv_cache_dtype=self.kv_cache_dtype,
+            speculative_draft_kv_cache_dtype=self.speculative_draft_kv_cache_dtype,
             enable_prefix_caching=not self.disable_prefix_caching,
         )
 

@@ -15,7 +15,7 @@ from backends.base import AttentionBackend
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
-from kernels.cpu.step_plan import StepBatch, StepPlan
+from kernels.cpu.step_plan import KV_DTYPES, StepBatch, StepPlan
 from models.base import CausalLM
 from models.step_plan import step_plan
 
@@ -68,7 +68,10 @@ def capture(model: CausalLM, pool: KVPool, backend: AttentionBackend) -> StepGra
     """
     if pool.key.device.type != "cpu" or type(backend) is not TorchNativeBackend:
         return None
-    plan = step_plan(model)
+    if pool.key.dtype in KV_DTYPES:
+        plan = step_plan(model)
+    else:
+        plan = f"it has no attention over a KV cache of {pool.layout.dtype_name}"
     if isinstance(plan, str):
         logger.info("no native step plan: %s", plan)
         return None

@@ -12,13 +12,14 @@ from engine.options import CacheOptions
 
 # Without an explicit size a small model's pool stops growing where it would serve no one: this many full contexts.
 MAX_CONTEXTS = 4
+NO_LIMIT = 1 << 62
 
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that can still be taken on `device`, within the container's limit if there is one."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_free_memory(), _cgroup_headroom())
+    return min(_free_memory(), cgroup_headroom())
 
 
 def num_slots(layouts: list[KVLayout], options: CacheOptions, context_len: int, device: torch.device) -> int:
@@ -50,11 +51,28 @@ def _free_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _cgroup_headroom() -> int:
-    """Bytes below this process's cgroup v2 limit; huge where there is none."""
+def cgroup_headroom(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes below the nearest of the cgroup v2 limits that this process is under; huge where there is none.
+
+    File pages that no process maps are not counted as used: the kernel drops them when memory is asked for.
+    """
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        path = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return NO_LIMIT
+    group = root / path.strip("/")
+    return min(_headroom(each) for each in (group, *group.parents) if each.is_relative_to(root))
+
+
+def _headroom(group: Path) -> int:
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+        pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = {name: int(value) for name, value in pairs}
     except (OSError, ValueError):
-        return 1 << 62
-    return 1 << 62 if limit == "max" else max(0, int(limit) - used)
+        return NO_LIMIT
+    if limit == "max":
+        return NO_LIMIT
+    cached = stat.get("inactive_file", 0) + stat.get("active_file", 0) - stat.get("file_mapped", 0)
+    return max(0, int(limit) - used + max(0, cached))

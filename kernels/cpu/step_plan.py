@@ -19,6 +19,8 @@ from kernels.cpu.library import NativeWeight, check, library
 from kernels.cpu.linear import native
 from kernels.packed import PackedWeight
 
+KV_DTYPES = (torch.float32, torch.bfloat16)  # of the KV pools that a plan can run over
+
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _MOST_HEADS_A_GROUP = 32  # kQueryBlock of src/kernels.h
 
@@ -272,7 +274,7 @@ class StepPlan:
         expected = (self._num_layers, batch.key.shape[1], self.spec.kv_heads, self.spec.head_dim)
         if batch.key.shape != expected or batch.value.shape != expected:
             raise ValueError(f"the KV pool is {tuple(batch.key.shape)}, the model needs {expected}")
-        if batch.key.dtype not in (torch.float32, torch.bfloat16) or batch.value.dtype != batch.key.dtype:
+        if batch.key.dtype not in KV_DTYPES or batch.value.dtype != batch.key.dtype:
             raise ValueError(f"no native attention over a {batch.key.dtype} KV pool")
         return batch.key.dtype == torch.bfloat16
 

@@ -10,6 +10,8 @@ import pytest
 
 from app.cli import parse, server_settings
 from app.settings import ServerSettings, SettingsError
+from backends.kv_pool import DTYPES
+from backends.options import AttentionOptions
 from engine.options import CacheOptions, SchedulerOptions
 from speculative.options import SpeculativeOptions
 
@@ -103,6 +105,11 @@ UNKNOWN = {
     "choice": (["--dtype", "int3"], {}, ["--dtype", "int3", "bfloat16"]),
     "type": (["--port", "http"], {}, ["--port", "http"]),
     "type in the environment": ([], {"TANDEM_PORT": "http"}, ["TANDEM_PORT", "http"]),
+    "cache dtype": (
+        ["--kv-cache-dtype", "fp8_e5m2"],
+        {},
+        ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3", "int8"],
+    ),
     "range": (["--mem-fraction-static", "1.5"], {}, ["--mem-fraction-static", "1.5"]),
     "range in the environment": ([], {"TANDEM_PAGE_SIZE": "0"}, ["TANDEM_PAGE_SIZE", "0"]),
     "template": (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
@@ -117,6 +124,11 @@ def test_what_is_not_known_is_named_with_what_is(case: str) -> None:
 
 
 CONTRADICTIONS = {
+    "groups of SMs for nothing": (["--sm-group-num", "2"], ["--sm-group-num", "--enable-pdmux"]),
+    "a batch cut in two ways": (
+        ["--enable-pdmux", "--enable-two-batch-overlap"],
+        ["--enable-pdmux", "--enable-two-batch-overlap"],
+    ),
     "pool below a page": (
         ["--max-total-tokens", "8", "--page-size", "16"],
         ["--max-total-tokens", "--page-size"],
@@ -188,7 +200,8 @@ def test_the_parts_get_their_options() -> None:
         *("--model", "some/model", "--dtype", "float32", "--device", "cpu", "--context-length", "64"),
         *("--attention-backend", "a", "--prefill-attention-backend", "b", "--decode-attention-backend", "c"),
         *("--mem-fraction-static", "0.5", "--max-total-tokens", "640", "--page-size", "8"),
-        *("--kv-cache-dtype", "bfloat16", "--disable-prefix-caching"),
+        *("--speculative-attention-mode", "decode", "--enable-pdmux", "--sm-group-num", "2"),
+        *("--kv-cache-dtype", "bf16", "--disable-prefix-caching"),
         *("--max-running-requests", "3", "--max-queued-requests", "4", "--chunked-prefill-size", "5"),
         *("--speculative-num-draft-tokens", "6"),
     )
@@ -199,14 +212,19 @@ def test_the_parts_get_their_options() -> None:
         "cpu",
         64,
     )
-    assert attention.attention_backend == "a"
-    assert attention.prefill_attention_backend == "b"
-    assert attention.decode_attention_backend == "c"
+    assert attention == AttentionOptions(
+        attention_backend="a",
+        prefill_attention_backend="b",
+        decode_attention_backend="c",
+        speculative_attention_mode="decode",
+        enable_pdmux=True,
+        sm_group_num=2,
+    )
     assert read.cache_options() == CacheOptions(
         mem_fraction_static=0.5,
         max_total_tokens=640,
         page_size=8,
-        kv_cache_dtype="bfloat16",
+        kv_cache_dtype="bf16",
         enable_prefix_caching=False,
     )
     assert read.scheduler_options() == SchedulerOptions(
@@ -217,6 +235,16 @@ def test_the_parts_get_their_options() -> None:
 
 def test_left_alone_the_parts_keep_their_own_defaults() -> None:
     read = settings()
+    assert read.attention_options() == AttentionOptions()
     assert read.cache_options() == CacheOptions()
     assert read.scheduler_options() == SchedulerOptions()
     assert read.speculative_options() == SpeculativeOptions()
+
+
+def test_two_batch_overlap_can_be_asked_for() -> None:
+    assert settings("--enable-two-batch-overlap").attention_options().enable_two_batch_overlap
+
+
+@pytest.mark.parametrize("name", ["auto", *DTYPES])
+def test_a_cache_dtype_may_be_any_that_a_pool_can_have(name: str) -> None:
+    assert settings("--kv-cache-dtype", name).cache_options().kv_cache_dtype == name
