@@ -166,6 +166,10 @@ class EngineSettings:
         Algorithm,
         Parameter(group=_SPECULATION, help="How tokens are drafted. The text is the same with any of them."),
     ] = _SPECULATIVE.algorithm
+    speculative_draft_model_path: Annotated[
+        str | None,
+        Parameter(group=_SPECULATION, help="The drafter: a Hugging Face folder, a hub id, or a .gguf file."),
+    ] = None
     speculative_num_draft_tokens: Annotated[
         int | None,
         Parameter(
@@ -224,6 +228,11 @@ class EngineSettings:
             raise SettingsError(
                 "--speculative-num-draft-tokens has no meaning with --speculative-algorithm none: leave one of them out"
             )
+        if self.speculative_algorithm in ("none", "ngram") and self.speculative_draft_model_path is not None:
+            raise SettingsError(
+                "--speculative-draft-model-path has no meaning with --speculative-algorithm "
+                f"{self.speculative_algorithm}: leave one of them out"
+            )
         if self.speculative_ngram_min_match > self.speculative_ngram_max_match:
             raise SettingsError(
                 f"--speculative-ngram-min-match {self.speculative_ngram_min_match} is more than "
@@ -245,6 +254,20 @@ class EngineSettings:
             device=self.device,
             context_length=self.context_length,
             chat_template=self.chat_template,
+        )
+
+    def draft_model_options(self) -> ModelOptions:
+        """Raises SettingsError if no drafter is named."""
+        if self.speculative_draft_model_path is None:
+            raise SettingsError(
+                f"--speculative-algorithm {self.speculative_algorithm} needs a drafter: name it with "
+                "--speculative-draft-model-path"
+            )
+        return ModelOptions(
+            model=self.speculative_draft_model_path,
+            dtype=self.dtype,
+            device=self.device,
+            context_length=self.context_length,
         )
 
     def attention_options(self) -> AttentionOptions:

@@ -6,6 +6,7 @@ from typing import Any
 
 from dependency_injector import containers, providers
 
+from backends.kv_pool import KVLayout
 from containers.startup import StartUp
 from containers.worker import WorkerContainer
 from engine.allocator import SlotAllocator
@@ -14,9 +15,15 @@ from engine.plain_worker import PlainWorker
 from engine.radix_cache import RadixCache
 from engine.scheduler import Scheduler
 from engine.tokenizer import load_tokenizer
-from models.loader import ModelFiles, inspect_model
+from models.loader import inspect_model
 from speculative.adaptive import PayoffController
 from speculative.ngram_worker import NgramWorker
+from speculative.pairing import inspect_drafter, scratch_slots, target_layer_ids
+
+
+def draft_layouts(application: ApplicationContainer) -> list[KVLayout]:
+    """What a slot holds in the pools of the workers that run beside the target."""
+    return [runner.kv_layout for runner in application.runners()[1:]]
 
 
 class ApplicationContainer(containers.DeclarativeContainer):
@@ -25,6 +32,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
     settings: providers.Dependency[Any] = providers.Dependency()
 
     model_options = settings.provided.model_options.call()
+    draft_model_options = settings.provided.draft_model_options.call()
     attention_options = settings.provided.attention_options.call()
     cache_options = settings.provided.cache_options.call()
     scheduler_options = settings.provided.scheduler_options.call()
@@ -32,7 +40,9 @@ class ApplicationContainer(containers.DeclarativeContainer):
     algorithm = speculative_options.algorithm
 
     model_files = providers.Singleton(inspect_model, model_options)
-    draft_model_files: providers.Dependency[ModelFiles] = providers.Dependency()
+    draft_model_files = providers.Singleton(inspect_drafter, draft_model_options, model_files)
+
+    __self__ = providers.Self()
 
     target = providers.Container(
         WorkerContainer,
@@ -42,15 +52,30 @@ class ApplicationContainer(containers.DeclarativeContainer):
         cache_options=cache_options,
         attention_options=attention_options,
         scheduler_options=scheduler_options,
+        capture_layers=providers.Selector(
+            algorithm,
+            none=providers.Object(()),
+            ngram=providers.Object(()),
+            dflash=providers.Callable(target_layer_ids, draft_model_files),
+            standalone=providers.Object(()),
+        ),
+        draft_layouts=providers.Callable(draft_layouts, __self__),
     )
     draft = providers.Container(
         WorkerContainer,
         role="draft",
         files=draft_model_files,
-        model_options=model_options,
+        model_options=draft_model_options,
         cache_options=cache_options,
         attention_options=attention_options,
         scheduler_options=scheduler_options,
+        target_runner=target.runner,
+        scratch_slots=providers.Callable(
+            scratch_slots,
+            draft_model_files,
+            speculative_options.num_draft_tokens,
+            scheduler_options.max_running_requests,
+        ),
     )
     # The workers that an algorithm runs, in the order of their start-up.
     runners = providers.Selector(

@@ -5,6 +5,8 @@ Every part is a singleton of this scope, so a worker has exactly one of each and
 
 from __future__ import annotations
 
+from typing import Any
+
 from dependency_injector import containers, providers
 
 from backends.kv_pool import KVPool
@@ -13,7 +15,7 @@ from backends.setup import build_attention_backends
 from engine.graphs import capture
 from engine.options import CacheOptions, SchedulerOptions
 from engine.runner import ModelRunner
-from models.loader import ModelFiles, load_model
+from models.loader import ModelFiles, load_drafter, load_model
 from models.options import ModelOptions
 
 
@@ -27,7 +29,15 @@ class WorkerContainer(containers.DeclarativeContainer):
     attention_options: providers.Dependency[AttentionOptions] = providers.Dependency()
     scheduler_options: providers.Dependency[SchedulerOptions] = providers.Dependency()
 
-    model = providers.Singleton(load_model)
+    # What the two have of each other: the target knows what the drafter reads and what a slot costs it, the drafter whom it serves.
+    capture_layers: providers.Provider[Any] = providers.Object(())
+    draft_layouts: providers.Provider[Any] = providers.Object(())
+    target_runner: providers.Provider[ModelRunner | None] = providers.Object(None)
+    scratch_slots: providers.Provider[int] = providers.Object(0)
+
+    model = providers.Selector(
+        role, target=providers.Singleton(load_model), draft=providers.Singleton(load_drafter)
+    )
     kv_pool = providers.Singleton(KVPool)
     attention_backends = providers.Singleton(build_attention_backends)
     graphs = providers.Singleton(capture)
@@ -40,6 +50,10 @@ class WorkerContainer(containers.DeclarativeContainer):
         cache_options=cache_options,
         attention_options=attention_options,
         max_running_requests=scheduler_options.provided.max_running_requests,
+        capture_layers=capture_layers,
+        draft_layouts=draft_layouts.provider,
+        target=target_runner,
+        scratch_slots=scratch_slots,
         load_weights=model.provider,
         make_kv_pool=kv_pool.provider,
         build_backends=attention_backends.provider,

@@ -55,12 +55,19 @@ class ModelRunner:
         attention_options: AttentionOptions,
         max_running_requests: int,
         capture_layers: Sequence[int] = (),
+        draft_layouts: Callable[[], Sequence[KVLayout]] = tuple,
+        target: ModelRunner | None = None,
+        scratch_slots: int = 0,
         load_weights: Callable[..., CausalLM] = load_model,
         make_kv_pool: Callable[..., KVPool] = KVPool,
         build_backends: Callable[..., AttentionBackends] = build_attention_backends,
         capture_graph: Callable[..., StepGraph | None] = capture,
     ) -> None:
-        """`capture_layers` are those whose outputs a drafter will ask of this runner's passes.
+        """`capture_layers` are those whose outputs a drafter will ask of this runner's passes, `draft_layouts` what
+        its pools will hold for each slot, asked once all weights are loaded.
+
+        A drafter's runner has a `target`, whose model its weights are loaded for: its pool has the slots of the
+        target's, and `scratch_slots` behind them.
 
         The last four make the runner's parts, each once, when its hook runs.
         """
@@ -73,6 +80,9 @@ class ModelRunner:
         self._attention_options = attention_options
         self._max_running_requests = max_running_requests
         self._capture_layers = capture_layers
+        self._draft_layouts = draft_layouts
+        self._target = target
+        self._scratch_slots = scratch_slots
         self._load_weights = load_weights
         self._make_kv_pool = make_kv_pool
         self._build_backends = build_backends
@@ -92,7 +102,8 @@ class ModelRunner:
         """Load the weights."""
         options = self._model_options
         precision = resolve_precision(self.files, options.dtype, self.device, native_kernels_available())
-        self.model = self._load_weights(self.files, self.device, precision)
+        lender = () if self._target is None else (self._target.model,)
+        self.model = self._load_weights(self.files, self.device, precision, *lender)
         self.model.eval()
         self.stage = "runner"
 
@@ -101,8 +112,8 @@ class ModelRunner:
         model = self.model
         assert model is not None
         configure_aux_hidden_state_capture(model, self._capture_layers)
-        layout = self._kv_layout(model)
-        slots = num_slots([layout], self._cache_options, self.context_len, self.device)
+        layout = self.kv_layout
+        slots = self._num_slots()
         self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
         self._backends = self._build_backends(
@@ -161,6 +172,14 @@ class ModelRunner:
         """The same, but no more than the pool can hold for one request alone."""
         assert self.kv_pool is not None
         return min(self.context_len, self.kv_pool.num_slots)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What a slot of this worker's pool holds, once the weights are loaded."""
+        model = self.model
+        assert model is not None
+        wanted = self._cache_options.kv_cache_dtype
+        return model.kv_layout(model.kv_dtype if wanted == "auto" else getattr(torch, wanted))
 
     def describe(self) -> dict[str, object]:
         """What `/server_info` says of this worker."""
@@ -238,9 +257,12 @@ class ModelRunner:
             logits = self.model.logits(hidden.last[batch.logits_rows])
         return PassResult(logits, dict(hidden.captured))
 
-    def _kv_layout(self, model: CausalLM) -> KVLayout:
-        wanted = self._cache_options.kv_cache_dtype
-        return model.kv_layout(model.kv_dtype if wanted == "auto" else getattr(torch, wanted))
+    def _num_slots(self) -> int:
+        if self._target is None:
+            layouts = [self.kv_layout, *self._draft_layouts()]
+            return num_slots(layouts, self._cache_options, self.context_len, self.device)
+        assert self._target.kv_pool is not None
+        return self._target.kv_pool.num_slots + self._scratch_slots
 
 
 def _mode(query_lens: Sequence[int], prompt_rows: Sequence[int]) -> ForwardMode:

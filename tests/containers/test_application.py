@@ -16,9 +16,13 @@ from backends.setup import AttentionBackends, build_attention_backends
 from containers.application import ApplicationContainer
 from engine.plain_worker import PlainWorker
 from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
 from speculative.ngram_worker import NgramWorker
 from tests.engine.fakes import Receiver
+from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
+
+BLOCKS_OF_FOUR = {"block_size": 4, "dflash_config": {"target_layer_ids": [0]}}
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +63,47 @@ def test_a_worker_has_one_of_each_part(container: ApplicationContainer) -> None:
     assert container.runners() == [container.target.runner()]
 
 
-def test_no_two_workers_share_a_part(container: ApplicationContainer) -> None:
-    container.draft_model_files.override(container.model_files)
-    target, draft = container.target.runner(), container.draft.runner()
+def with_drafter(model: Path, drafter: Path, algorithm: str, **settings: Any) -> ApplicationContainer:
+    chosen = {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(drafter)}
+    return make_container(model, **chosen, **settings)
+
+
+def start_both(container: ApplicationContainer) -> tuple[ModelRunner, ModelRunner]:
+    """The target's runner and the drafter's, as start-up brings them up together."""
+    both = container.target.runner(), container.draft.runner()
+    with container.runners.override(providers.Object(both)):
+        for runner in both:
+            runner.load()
+        for runner in both:
+            runner.init_attention_backends()
+    return both
+
+
+def test_no_two_workers_share_a_part(model: Path) -> None:
+    target, draft = start_both(with_drafter(model, model, "standalone"))
     assert (target.role, draft.role) == ("target", "draft")
-    for runner in (draft, target):
-        runner.load()
-        runner.init_attention_backends()
     for part in ("model", "kv_pool", "slot_table", "attn_backend"):
         assert getattr(target, part) is not getattr(draft, part)
+
+
+def test_a_drafters_pool_has_the_targets_slots_and_scratch_behind_them(model: Path, tmp_path: Path) -> None:
+    make_drafter(tmp_path, vocab_size=257, hidden_size=32, num_target_layers=1, **BLOCKS_OF_FOUR)
+    container = with_drafter(model, tmp_path, "dflash", max_running_requests=3)
+    target, draft = start_both(container)
+    assert target.kv_pool is not None and draft.kv_pool is not None and target.model is not None
+    assert target.kv_pool.num_slots == 512
+    assert draft.kv_pool.num_slots == 512 + 3 * 4
+    assert draft.model is not None
+    assert draft.model.lm_head is target.model.lm_head
+    assert draft.model.embed_tokens is target.model.embed_tokens
+
+
+def test_the_target_sizes_its_pool_with_the_drafters_in_mind(model: Path) -> None:
+    assert make_container(model).target.draft_layouts() == []
+    container = with_drafter(model, model, "standalone")
+    with container.runners.override(providers.List(container.target.runner, container.draft.runner)):
+        container.draft.runner().load()
+        assert container.target.draft_layouts() == [container.draft.runner().kv_layout]
 
 
 @pytest.mark.parametrize(("algorithm", "kind"), [("none", PlainWorker), ("ngram", NgramWorker)])
