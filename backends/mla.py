@@ -13,7 +13,7 @@ import torch
 
 from backends.base import LatentAttentionLayer
 from backends.forward import ForwardBatch
-from backends.softmax import MASKED, partial_attention
+from backends.softmax import MASKED, RunningSoftmax, partial_attention
 
 TILE = 32  # query rows of MHA
 BLOCK = 256  # positions that are decompressed at once
@@ -87,42 +87,21 @@ def attend_mha(
     What is held besides the result is one decompressed block of every sequence.
     """
     tiles = query.index_select(0, plan.rows.flatten()).float().unflatten(0, plan.rows.shape).transpose(1, 2)
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    running: RunningSoftmax | None = None
     for part in plan.rounds:
         entries, _ = batch.kv_pool.gather(layer.layer_id, part.slots.flatten())
         keys, values = (
-            of_entries.float().unflatten(0, part.slots.shape).transpose(1, 2)
-            for of_entries in layer.decompress(entries.squeeze(1))
+            decompressed.float().unflatten(0, part.slots.shape).transpose(1, 2)
+            for decompressed in layer.decompress(entries.squeeze(1))
         )
         seen = part.keys <= plan.last_seen[part.tiles].unsqueeze(-1)
         mask = torch.where(seen, 0.0, MASKED).unsqueeze(1)
         out, lse = partial_attention(
             tiles[part.tiles], keys[part.sequences], values[part.sequences], mask, layer.scale
         )
-        lse = lse.unsqueeze(-1)
-        if state is None:  # every tile sees the first block
-            state = out.contiguous(), torch.ones_like(lse), lse
+        if running is None:  # every tile sees the first block
+            running = RunningSoftmax.of(out, lse)
         else:
-            _merge(state, part.tiles, out, lse)
-    assert state is not None
-    total, weight, _ = state
-    return (total / weight).transpose(1, 2).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
-
-
-def _merge(
-    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    tiles: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Add the result over one more block to the running sum, weight and maximum of `tiles`.
-
-    A row that sees nothing of the block gives it weight 0, which changes no bit.
-    """
-    total, weight, peak = state
-    old = peak.index_select(0, tiles)
-    high = torch.maximum(old, lse)
-    keep, gain = (old - high).exp(), (lse - high).exp()
-    total.index_copy_(0, tiles, total.index_select(0, tiles) * keep + out * gain)
-    weight.index_copy_(0, tiles, weight.index_select(0, tiles) * keep + gain)
-    peak.index_copy_(0, tiles, high)
+            running.add(part.tiles, out, lse)
+    assert running is not None
+    return running.result().transpose(1, 2).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)

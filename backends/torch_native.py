@@ -16,9 +16,9 @@ import torch
 from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch
 from backends.mla import MHAPlan, attend_mha, plan_mha
-from backends.softmax import MASKED, partial_attention
+from backends.softmax import MASKED, RunningSoftmax, partial_attention
 
-TILE = 8  # query rows
+TILE = 8  # query rows; over a latent cache 1, whose many heads are rows enough
 BLOCK = 128  # key slots
 _ITEMS_AT_ONCE = 256  # bounds the memory of gathered keys and values
 _SHARED = 4  # tiles of one sequence from which on they read a block together, instead of a copy each
@@ -28,8 +28,8 @@ _SHARED = 4  # tiles of one sequence from which on they read a block together, i
 class _Part:
     """Some tiles and the items of theirs.
 
-    rows: [N, TILE] the query tokens of each tile; what stands behind the last one is filled up with it.
-    item_tile: [W] the tile of each item. mask: [W, TILE, BLOCK], to be added to the item's scores.
+    rows: [N, tile] the query tokens of each tile; what stands behind the last one is filled up with it.
+    item_tile: [W] the tile of each item. mask: [W, tile, BLOCK], to be added to the item's scores.
     slots: [B, BLOCK] the blocks of keys that are read.
     calls: which items are worked on together, and which blocks they read: one each, or one for all.
     rounds: for k = 0, 1, …, which tiles have a k-th item, and which one it is.
@@ -47,10 +47,11 @@ class _Part:
 class _Plan:
     """Worked out once a pass for each sliding window that its layers have.
 
-    `valid` [T] is the rows of all tiles that are tokens, in order.
+    A tile has `tile` rows. `valid` [T] is the rows of all tiles that are tokens, in order.
     """
 
     batch: ForwardBatch
+    tile: int
     valid: torch.Tensor
     parts: dict[int | None, list[_Part]] = field(default_factory=dict)
     decompressed: MHAPlan | None = None
@@ -58,8 +59,8 @@ class _Plan:
     def parts_for(self, window: int | None) -> list[_Part]:
         """The pass cut into parts of whole tiles."""
         if window not in self.parts:
-            tiles = _tiles(self.batch, window)
-            self.parts[window] = [_part(self.batch, window, some) for some in _cut(tiles)]
+            tiles = _tiles(self.batch, window, self.tile)
+            self.parts[window] = [_part(self.batch, window, some, self.tile) for some in _cut(tiles)]
         return self.parts[window]
 
     def mha(self) -> MHAPlan:
@@ -77,7 +78,8 @@ class TorchNativeBackend(AttentionBackend):
     name = "torch_native"
 
     def plan(self, batch: ForwardBatch) -> _Plan:
-        return _Plan(batch, _valid_rows(batch))
+        tile = 1 if batch.kv_pool.layout.is_latent else TILE
+        return _Plan(batch, tile, _valid_rows(batch, tile))
 
     def forward(
         self,
@@ -92,9 +94,9 @@ class TorchNativeBackend(AttentionBackend):
         batch.kv_pool.write(layer.layer_id, batch.out_slots, key, value)
         if query.shape[0] == 0:
             return query.new_empty(0, layer.num_heads, value.shape[-1])
-        width = value.shape[-1]
-        tiles = [_attend(query, width, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
-        return torch.cat(tiles).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
+        tiles = [_attend(query, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
+        rows = torch.cat(tiles).flatten(0, 1).index_select(0, plan.valid)
+        return rows[..., : value.shape[-1]].to(query.dtype)
 
     def forward_mha(
         self,
@@ -105,23 +107,21 @@ class TorchNativeBackend(AttentionBackend):
         plan: object,
     ) -> torch.Tensor:
         assert isinstance(plan, _Plan)
-        batch.kv_pool.write(layer.layer_id, batch.out_slots, entry, entry[..., :0])
+        batch.kv_pool.write(layer.layer_id, batch.out_slots, entry, entry)
         return attend_mha(query, layer, batch, plan.mha())
 
 
-def _attend(
-    query: torch.Tensor, v_head_dim: int, layer: AttentionLayer, batch: ForwardBatch, part: _Part
-) -> torch.Tensor:
-    """[N, TILE, num_heads, v_head_dim] float32 for the N tiles of `part`."""
+def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part) -> torch.Tensor:
+    """[N, tile, num_heads, v_head_dim] float32 for the N tiles of `part`; as wide as keys over a latent cache."""
     group = layer.num_heads // layer.num_kv_heads
-    num_tiles = part.rows.shape[0]
+    num_tiles, tile = part.rows.shape
     tiles = query.index_select(0, part.rows.flatten()).float()
     # The heads of a group share their keys, so they are further rows of the same product.
-    tiles = tiles.view(num_tiles, TILE, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    tiles = tiles.view(num_tiles, tile, layer.num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = batch.kv_pool.gather(layer.layer_id, part.slots)
     keys = keys.float().transpose(1, 2)
-    latent = batch.kv_pool.layout.is_latent
-    values = keys[..., :v_head_dim] if latent else values.float().transpose(1, 2)
+    # Columns of an entry that are no value are dropped at the end: cutting them off here would copy every entry.
+    values = keys if batch.kv_pool.layout.is_latent else values.float().transpose(1, 2)
     mask = part.mask.repeat(1, group, 1).unsqueeze(1)
     partial = []
     for items, blocks in part.calls:
@@ -138,28 +138,20 @@ def _attend(
             )
         )
     outs, lses = zip(*partial, strict=True)
-    out = _merge(torch.cat(outs), torch.cat(lses).unsqueeze(-1), part)
-    return out.unflatten(2, (group, TILE)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    out = _merge(torch.cat(outs), torch.cat(lses), part)
+    return out.unflatten(2, (group, tile)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _merge(out: torch.Tensor, lse: torch.Tensor, part: _Part) -> torch.Tensor:
     """Partial results [W, heads, rows, dim] and their log-sum-exp [W, heads, rows, 1] to one result a tile.
 
-    Always in order of position. A block that a row does not see has weight 0 in it and changes no bit.
+    Always in order of position.
     """
     (_, first), *others = part.rounds
-    total, peak = out.index_select(0, first), lse.index_select(0, first)
-    if not others:
-        return total
-    weight = torch.ones_like(peak)
+    running = RunningSoftmax.of(out.index_select(0, first), lse.index_select(0, first))
     for tiles, items in others:
-        old, new = peak.index_select(0, tiles), lse.index_select(0, items)
-        high = torch.maximum(old, new)
-        keep, gain = (old - high).exp(), (new - high).exp()
-        total.index_copy_(0, tiles, total.index_select(0, tiles) * keep + out.index_select(0, items) * gain)
-        weight.index_copy_(0, tiles, weight.index_select(0, tiles) * keep + gain)
-        peak.index_copy_(0, tiles, high)
-    return total / weight
+        running.add(tiles, out.index_select(0, items), lse.index_select(0, items))
+    return running.result() if others else running.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +163,11 @@ class _Tile:
     blocks: range
 
 
-def _tiles(batch: ForwardBatch, window: int | None) -> Iterator[_Tile]:
+def _tiles(batch: ForwardBatch, window: int | None, size: int) -> Iterator[_Tile]:
     row = 0
     for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        for start in range(0, queries, TILE):
-            count = min(TILE, queries - start)
+        for start in range(0, queries, size):
+            count = min(size, queries - start)
             position = context - queries + start
             last = position + count - 1 if batch.causal else context - 1
             first = 0 if window is None else max(0, position - window + 1)
@@ -196,10 +188,10 @@ def _cut(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
         yield part
 
 
-def _part(batch: ForwardBatch, window: int | None, tiles: list[_Tile]) -> _Part:
+def _part(batch: ForwardBatch, window: int | None, tiles: list[_Tile], size: int) -> _Part:
     device = batch.slot_table.device
     items, calls, readers = _items(tiles)
-    rows = torch.tensor([[min(r, tile.num_rows - 1) for r in range(TILE)] for tile in tiles], device=device)
+    rows = torch.tensor([[min(r, tile.num_rows - 1) for r in range(size)] for tile in tiles], device=device)
     first_rows = torch.tensor([tile.first_row for tile in tiles], device=device)
     item_tile = torch.tensor([index for index, _ in items], device=device)
 
@@ -223,7 +215,7 @@ def _part(batch: ForwardBatch, window: int | None, tiles: list[_Tile]) -> _Part:
     return _Part(
         rows=first_rows.unsqueeze(1) + rows,
         item_tile=item_tile,
-        mask=torch.where(seen, 0.0, MASKED).expand(-1, TILE, -1),
+        mask=torch.where(seen, 0.0, MASKED).expand(-1, size, -1),
         slots=batch.slot_table[read.unsqueeze(1), positions].long(),
         calls=calls,
         rounds=tuple(_rounds(tiles, items, device)),
@@ -262,10 +254,10 @@ def _rounds(
         )
 
 
-def _valid_rows(batch: ForwardBatch) -> torch.Tensor:
+def _valid_rows(batch: ForwardBatch, size: int) -> torch.Tensor:
     valid: list[int] = []
     offset = 0
     for queries in batch.query_lens:
         valid += range(offset, offset + queries)
-        offset += -(-queries // TILE) * TILE
+        offset += -(-queries // size) * size
     return torch.tensor(valid, dtype=torch.int64, device=batch.slot_table.device)
