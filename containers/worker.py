@@ -29,7 +29,8 @@ class WorkerContainer(containers.DeclarativeContainer):
     attention_options: providers.Dependency[AttentionOptions] = providers.Dependency()
     scheduler_options: providers.Dependency[SchedulerOptions] = providers.Dependency()
 
-    # What the two have of each other: the target knows what the drafter reads and what a slot costs it, the drafter whom it serves.
+    # What the two know of each other: the target what the drafter reads and what a slot costs it, the drafter
+    # whom it serves.
     capture_layers: providers.Provider[Any] = providers.Object(())
     draft_layouts: providers.Provider[Any] = providers.Object(())
     target_runner: providers.Provider[ModelRunner | None] = providers.Object(None)
