@@ -16,7 +16,7 @@ import torch
 
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
-from backends.kv_pool import KVLayout, KVPool
+from backends.kv_pool import DTYPES, KVLayout, KVPool
 from backends.options import AttentionOptions
 from backends.setup import AttentionBackends, build_attention_backends, configure_aux_hidden_state_capture
 from engine.graphs import StepGraph, capture
@@ -178,8 +178,8 @@ class ModelRunner:
         """What a slot of this worker's pool holds, once the weights are loaded."""
         model = self.model
         assert model is not None
-        wanted = self._cache_options.kv_cache_dtype
-        return model.kv_layout(model.kv_dtype if wanted == "auto" else getattr(torch, wanted))
+        wanted = self._cache_options.dtype_of(self.role)
+        return model.kv_layout(model.kv_dtype if wanted == "auto" else DTYPES[wanted])
 
     def describe(self) -> dict[str, object]:
         """What `/server_info` says of this worker."""
