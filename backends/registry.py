@@ -9,8 +9,9 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from backends import triton
+from backends import flashinfer, triton
 from backends.base import AttentionBackend, Workspace
+from backends.flashinfer import FlashInferBackend
 from backends.handlers import Handler, always_absorbed, by_prefix_length
 from backends.kv_pool import KVLayout
 from backends.torch_native import TorchNativeBackend
@@ -56,6 +57,9 @@ def _runs_anywhere(device: torch.device, layout: KVLayout) -> str | None:
 _BUILT_IN: BackendSpecs = {
     TorchNativeBackend.name: BackendSpec(lambda args: TorchNativeBackend(), _runs_anywhere),
     TritonBackend.name: BackendSpec(lambda args: TritonBackend(), triton.unusable, always_absorbed),
+    FlashInferBackend.name: BackendSpec(
+        lambda args: FlashInferBackend(args.device, args.workspace), flashinfer.unusable
+    ),
 }
 
 # Where no name is given, in order of preference. Only built-in ones are chosen unasked.
