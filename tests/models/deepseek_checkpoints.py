@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -71,5 +73,22 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "v3-biases": lambda: _v3(attention_bias=True, rope_parameters=_YARN),
     "v3-dense": lambda: _v3(first_k_dense_replace=2),
     "v3-halves": lambda: _v3(rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True),
-    "moonlight": lambda: _v3(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=6),
+    "v3-one-group": lambda: _v3(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=6),
 }
+
+
+def make_checkpoint(name: str, folder: Path) -> PreTrainedModel:
+    """Save checkpoint `name` into `folder`, and return the transformers model, float32, that it was saved from."""
+    torch.manual_seed(0)
+    model = CHECKPOINTS[name]().float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and "norm" in parameter_name:
+                parameter.normal_(1.0, 0.3)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    model.save_pretrained(folder)
+    return model
