@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from backends.forward import ForwardBatch
 from backends.options import SpeculativeAttentionMode
+
+if TYPE_CHECKING:
+    from backends.registry import BackendSpecs
 
 
 class AttentionLayer(Protocol):
@@ -72,13 +75,18 @@ class AttentionBackend(ABC):
     prefill_attention_backend_str: str | None = None
     decode_attention_backend_str: str | None = None
     speculative_attention_mode: SpeculativeAttentionMode = "prefill"
+    specs: BackendSpecs | None = None
 
     def stamp(
-        self, prefill: str, decode: str, speculative_attention_mode: SpeculativeAttentionMode = "prefill"
+        self,
+        prefill: str,
+        decode: str,
+        speculative_attention_mode: SpeculativeAttentionMode = "prefill",
+        specs: BackendSpecs | None = None,
     ) -> None:
         """Write the worker's resolved names on this backend, and which of them a verify takes.
 
-        A second stamp raises RuntimeError.
+        `specs` is the registry that the names are of; None: the installed backends. A second stamp raises RuntimeError.
         """
         if self.prefill_attention_backend_str is not None or self.decode_attention_backend_str is not None:
             raise RuntimeError(
@@ -89,6 +97,7 @@ class AttentionBackend(ABC):
         self.prefill_attention_backend_str = prefill
         self.decode_attention_backend_str = decode
         self.speculative_attention_mode = speculative_attention_mode
+        self.specs = specs
 
     def children(self) -> Iterator[AttentionBackend]:
         """Backends that this one forwards to. Wrappers override it; a plain backend has none."""

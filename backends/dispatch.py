@@ -26,11 +26,11 @@ def dispatch_attn_forward_method(batch: ForwardBatch, specs: BackendSpecs | None
     """What the backend of the current forward pass has its handler choose for `batch`.
 
     Decode and idle go by the worker's decode name; target-verify and draft-extend by the decode name if its
-    speculative attention mode is `decode`, else by the prefill name; all else by the prefill name. `specs` are the
-    installed ones unless given. Raises RuntimeError outside a pass.
+    speculative attention mode is `decode`, else by the prefill name; all else by the prefill name. `specs` are those
+    that the backend was stamped with, or else the installed ones, unless given. Raises RuntimeError outside a pass.
     """
-    specs = installed_specs() if specs is None else specs
     backend = get_attn_backend()
+    specs = specs or backend.specs or installed_specs()
     prefill, decode = _names(backend, batch, specs)
     by_decode = batch.mode.is_decode_or_idle() or (
         batch.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)

@@ -183,5 +183,5 @@ def build_attention_backends(
             resolved.decode,
         )
     for backend in backends.reachable():
-        backend.stamp(resolved.prefill, resolved.decode, options.speculative_attention_mode)
+        backend.stamp(resolved.prefill, resolved.decode, options.speculative_attention_mode, specs)
     return backends
