@@ -16,7 +16,7 @@ import torch
 
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
-from backends.kv_pool import DTYPES, KVLayout, KVPool
+from backends.kv_pool import DTYPES, FP8, KVLayout, KVPool
 from backends.options import AttentionOptions
 from backends.setup import AttentionBackends, build_attention_backends, configure_aux_hidden_state_capture
 from engine.graphs import StepGraph, capture
@@ -33,6 +33,8 @@ from models.options import ModelOptions
 logger = logging.getLogger(__name__)
 
 Role = Literal["target", "draft"]
+
+_CALIBRATION_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class ModelRunner:
             self.files.name,
             model.weight_format,
             slots,
-            str(layout.dtype).removeprefix("torch."),
+            layout.dtype_name,
             self._backends.prefill_attention_backend_str,
             self._backends.decode_attention_backend_str,
         )
@@ -137,7 +139,12 @@ class ModelRunner:
     def init_graphs(self) -> None:
         """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""
         assert self.model is not None and self.kv_pool is not None and self.attn_backend is not None
-        self._graph = self._capture_graph(self.model, self.kv_pool, self.attn_backend)
+        # A DFlash drafter has no pass over tokens alone; its keys are normed.
+        if self.kv_pool.layout.dtype == FP8 and self.files.dflash is None:
+            self._calibrate(self.kv_pool)
+        # With PD-mux a pass runs on whichever of several backends; a captured one is bound to one of them.
+        if not self.decode_attn_backend_group:
+            self._graph = self._capture_graph(self.model, self.kv_pool, self.attn_backend)
         self.stage = "ready"
 
     def close(self) -> None:
@@ -146,6 +153,20 @@ class ModelRunner:
         self.decode_attn_backend_group = ()
         self.model = self.kv_pool = self.slot_table = None
         self.stage = "closed"
+
+    def _calibrate(self, pool: KVPool) -> None:
+        """Fit the pool's scales to the keys and values of tokens from all over the vocabulary."""
+        assert self.slot_table is not None
+        count = min(_CALIBRATION_TOKENS, self.max_context_len)
+        vocabulary = self.files.config.vocab_size
+        tokens = [index * vocabulary // count for index in range(count)]
+        request = Request(
+            "calibration", tokens, SamplingParams(), sink=lambda event: None, slots=list(range(count))
+        )
+        request.table_row = 0
+        self.slot_table.write(request.table_row, 0, request.slots)
+        with pool.calibrating():
+            self.forward(self.batch([SequenceStep(request, count, samples=False)]))
 
     def time_pass(self, rows: int) -> float:
         """Seconds that a pass over `rows` rows of one sequence takes. For start-up, when all slots are free: it
@@ -190,7 +211,7 @@ class ModelRunner:
             "weights": self.model.weight_format if self.model is not None else None,
             "prefill_attention_backend": backends.prefill_attention_backend_str if backends else None,
             "decode_attention_backend": backends.decode_attention_backend_str if backends else None,
-            "kv_cache_dtype": str(pool.layout.dtype).removeprefix("torch.") if pool else None,
+            "kv_cache_dtype": pool.layout.dtype_name if pool else None,
             "stage": self.stage,
         }
 
