@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from backends.forward import ForwardBatch, ForwardMode, forward_context
@@ -14,8 +15,10 @@ from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
 from kernels.cpu.library import available, reason
-from models.base import CausalLM
+from models.base import CausalLM, ModelError
+from models.config import ModelConfig
 from models.dflash import DFlashDrafter
+from models.dflash_config import DFlashConfig, read_dflash_config
 from models.loader import inspect_model, load_drafter, load_model
 from models.options import ModelOptions
 from models.weights import Precision
@@ -172,3 +175,210 @@ def test_blocks_are_those_of_the_reference_over_rounds_of_draft_and_verify(
     folder, target = targets["gemma3" if variant == "scaled embedding" else "llama-four-layers"]
     references = [make_drafter(tmp_path, **VARIANTS[variant]) for _ in range(2)]
     play(Drafting(*load(folder, tmp_path, is_native), captured), target, references)
+
+
+@pytest.mark.parametrize(("is_native", "captured"), PATHS[:2])
+def test_a_context_pass_has_one_arithmetic_for_one_row_and_many(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, is_native: bool, captured: bool
+) -> None:
+    make_drafter(tmp_path)
+    drafter = load(targets["llama-four-layers"][0], tmp_path, is_native)[1]
+    assert isinstance(drafter, DFlashDrafter)
+    generator = torch.Generator().manual_seed(0)
+    features, positions = torch.randn(70, 3 * 64, generator=generator), torch.arange(70)
+    slots = torch.randperm(100, generator=generator)[:70]
+    pools = [KVPool(drafter.kv_layout(torch.bfloat16), 100, CPU) for _ in range(2)]
+    drafter.write_context(features, positions, slots, pools[0])
+    for start, stop in ((0, 1), (1, 4), (4, 70)):
+        rows = slice(start, stop)
+        drafter.write_context(features[rows], positions[rows], slots[rows], pools[1])
+    assert torch.equal(pools[0].key, pools[1].key) and torch.equal(pools[0].value, pools[1].value)
+    untouched = torch.ones(100, dtype=torch.bool).index_fill_(0, slots, False)
+    assert not pools[0].key[:, untouched].any() and pools[0].key[:, slots].any(dim=(-1, -2)).all()
+
+
+def test_embedding_and_head_are_the_targets_own(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
+    make_drafter(tmp_path)
+    target, drafter = load(targets["llama-four-layers"][0], tmp_path, False)
+    assert drafter.embed_tokens is target.embed_tokens
+    assert drafter.lm_head is target.lm_head
+
+
+@pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=native)], ids=["eager", "native"])
+def test_a_reduced_vocabulary_is_a_copy_of_those_rows_of_the_head(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, is_native: bool
+) -> None:
+    reference = make_drafter(tmp_path, dflash_config={"draft_vocab_size": 40})
+    target, drafter = load(targets["llama-four-layers"][0], tmp_path, is_native)
+    assert isinstance(drafter, DFlashDrafter)
+    ids = drafter.draft_token_ids
+    assert ids is not None and torch.equal(ids, reference.state["draft_token_ids"])
+    hidden = torch.randn(5, 64)
+    assert torch.equal(drafter.logits(hidden), target.logits(hidden)[:, ids])
+
+
+@native
+def test_the_matrices_of_a_context_pass_are_the_layers_own(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
+    make_drafter(tmp_path)
+    drafter = load(targets["llama-four-layers"][0], tmp_path, True)[1]
+    of_layers = {
+        weight.data.untyped_storage().data_ptr()
+        for layer in drafter.layers
+        for weight in layer.self_attn.qkv_proj.weights[1:]
+    }
+    assert {weight.data.untyped_storage().data_ptr() for weight in drafter._context_kv.weights} == of_layers
+    assert len(of_layers) == 1, "one product for all layers"
+
+
+def as_int8(folder: Path) -> None:
+    """Store the drafter's matrices as int8 with a float16 scale for every 32 columns."""
+    stored = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if tensor.ndim < 2:
+            stored[name] = tensor
+            continue
+        groups = tensor.unflatten(1, (-1, 32))
+        scale = (groups.abs().amax(-1) / 127).half()
+        stored[name] = (groups / scale.unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8).flatten(1)
+        stored[f"{name}_scale"] = scale
+    save_file(stored, folder / "model.safetensors")
+
+
+def test_an_int8_checkpoint_is_what_its_scales_say(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
+    folder, target = targets["llama-four-layers"]
+    make_drafter(tmp_path)
+    as_int8(tmp_path)
+    references = [ReferenceDrafter(tmp_path) for _ in range(2)]
+    for reference in references:
+        for name, tensor in list(reference.state.items()):
+            if tensor.dtype == torch.int8:
+                scale = reference.state[f"{name}_scale"].repeat_interleave(32, 1)
+                reference.state[name] = tensor * scale
+    play(Drafting(*load(folder, tmp_path, False), captured=False), target, references)
+
+
+@native
+@pytest.mark.parametrize(("store", "name"), [("int8", "Q8_0/native"), ("bfloat16", "BF16/native")])
+def test_narrow_weights_run_natively_as_they_are(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, store: str, name: str
+) -> None:
+    make_drafter(tmp_path)
+    if store == "int8":
+        as_int8(tmp_path)
+    else:
+        tensors = load_file(tmp_path / "model.safetensors")
+        save_file({key: tensor.bfloat16() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    target, drafter = load(targets["llama-four-layers"][0], tmp_path, True)
+    exact = load(targets["llama-four-layers"][0], tmp_path, False)
+    assert (drafter.weight_format, drafter.kv_dtype) == (name, torch.bfloat16)
+    blocks = []
+    for drafting in (Drafting(target, drafter, captured=True), Drafting(*exact, captured=False)):
+        drafting.learn(0, list(range(10, 30)), 20)
+        blocks.append(drafting.draft({0: 7})[0])
+    # int8 also rounds activations.
+    tolerance = 0.05 if store == "int8" else 1e-4
+    assert (blocks[0] - blocks[1]).norm() < tolerance * blocks[1].norm()
+
+
+PUBLISHED = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def read(**changes: Any) -> DFlashConfig:
+    return read_dflash_config({**PUBLISHED, **changes}, "config.json")
+
+
+def test_a_published_config_is_read_with_its_own_keys() -> None:
+    found = read()
+    assert (found.block_size, found.mask_token_id, found.num_target_layers) == (16, 151669, 36)
+    assert found.target_layer_ids == (1, 9, 17, 25, 33)
+    assert found.draft_vocab_size is None and found.input_embedding_scale is None
+
+
+def test_keys_within_dflash_config_go_before_those_outside() -> None:
+    own = {**PUBLISHED["dflash_config"], "block_size": 8}
+    assert read(dflash_config=own).block_size == 8
+    assert read(dflash_config=own, block_size=None).block_size == 8
+
+
+def test_sliding_layers_are_causal_unless_the_config_says_so_of_all() -> None:
+    slides = {"layer_types": ["sliding_attention", *["full_attention"] * 4], "use_sliding_window": True}
+    config = ModelConfig.from_hf({**PUBLISHED, **slides, "sliding_window": 4096})
+
+    def causal(**changes: Any) -> list[bool]:
+        return [read(**changes).is_causal(layer, config) for layer in range(2)]
+
+    assert causal() == [True, False]
+    assert causal(is_causal=False) == [False, False]
+    assert causal(dflash_config={**PUBLISHED["dflash_config"], "causal": True}) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dflash_config": None}, "no 'dflash_config'"),
+        ({"dflash_config": {"mask_token_id": 3}}, "target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1]}}, "target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),
+        ({"block_size": 1}, "block_size"),
+        ({"block_size": "8"}, "block_size"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_refused_by_its_key(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ModelError, match=f"config.json: .*{text}"):
+        read(**changes)
+
+
+def test_a_drafter_is_no_model_by_itself(tmp_path: Path) -> None:
+    make_drafter(tmp_path)
+    with pytest.raises(ModelError, match=r"config\.json: .*--speculative-draft-model-path"):
+        inspect_model(ModelOptions(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["DFlash2DraftModel", "Eagle3DraftModel"])
+def test_another_kind_of_drafter_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    make_drafter(tmp_path, architectures=[name])
+    with pytest.raises(ModelError, match=name):
+        inspect_model(ModelOptions(model=str(tmp_path)), drafter=True)
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
+    make_drafter(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"fc\.weight"):
+        load(targets["llama-four-layers"][0], tmp_path, False)
