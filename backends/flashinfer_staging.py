@@ -145,13 +145,27 @@ def page_table(batch: ForwardBatch, lane: Lane, by_row: bool) -> PageTable:
     )
     sizes = [count + 1, count + 1, count, count, count]
     qo_indptr, kv_indptr, kv_lens, last_page_len, _ = staged.split(sizes)
-    device = batch.slot_table.device
-    _, starts, lens, _, table_rows = staged.to(device, non_blocking=True).split(sizes)
-    request = torch.repeat_interleave(lens, output_size=num_keys)
-    position = torch.arange(num_keys, dtype=torch.int32, device=device) - starts[request]
-    return PageTable(
-        qo_indptr, kv_indptr, kv_lens, last_page_len, batch.slot_table[table_rows[request], position]
-    )
+    _, starts, lens, _, table_rows = staged.to(batch.slot_table.device, non_blocking=True).split(sizes)
+    kv_indices = _slots(batch.slot_table, table_rows, -starts[:-1], lens, num_keys)
+    return PageTable(qo_indptr, kv_indptr, kv_lens, last_page_len, kv_indices)
+
+
+def spans_of_context(batch: ForwardBatch, lane: Lane, start: int, counts: np.ndarray) -> torch.Tensor:
+    """The slots of `counts[s]` positions from `start` on of each sequence s: [sum of counts] int32 on the device."""
+    offsets = start - (np.cumsum(counts) - counts)
+    staged = lane.stage(np.concatenate([batch.table_rows, offsets, counts]))
+    table_rows, offsets_, lens = staged.to(batch.slot_table.device, non_blocking=True).chunk(3)
+    return _slots(batch.slot_table, table_rows, offsets_, lens, int(counts.sum()))
+
+
+def _slots(
+    slot_table: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, lens: torch.Tensor, total: int
+) -> torch.Tensor:
+    """[total]: of each of R spans one after another, `lens[r]` slots of `rows[r]` of the table. The n-th of all is at
+    position n + `offsets[r]`."""
+    span = torch.repeat_interleave(lens, output_size=total)
+    position = torch.arange(total, dtype=torch.int32, device=slot_table.device) + offsets[span]
+    return slot_table[rows[span], position]
 
 
 def window_mask(batch: ForwardBatch, lane: Lane, window: int) -> torch.Tensor:

@@ -9,9 +9,10 @@ from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
-from backends import flashinfer, triton
+from backends import flashinfer, flashinfer_mla, triton
 from backends.base import AttentionBackend, Workspace
 from backends.flashinfer import FlashInferBackend
+from backends.flashinfer_mla import FlashInferMLABackend
 from backends.handlers import Handler, always_absorbed, by_prefix_length
 from backends.kv_pool import KVLayout
 from backends.torch_native import TorchNativeBackend
@@ -59,6 +60,11 @@ _BUILT_IN: BackendSpecs = {
     TritonBackend.name: BackendSpec(lambda args: TritonBackend(), triton.unusable, always_absorbed),
     FlashInferBackend.name: BackendSpec(
         lambda args: FlashInferBackend(args.device, args.workspace), flashinfer.unusable
+    ),
+    FlashInferMLABackend.name: BackendSpec(
+        lambda args: FlashInferMLABackend(args.device, args.workspace),
+        flashinfer_mla.unusable,
+        flashinfer_mla.handler,
     ),
 }
 
