@@ -51,7 +51,12 @@ def build(settings: EngineSettings) -> ApplicationContainer:
 def _check_attention_backends(settings: EngineSettings) -> None:
     """Whether they are known. Whether they can run this model is seen once it is loaded."""
     known = installed_specs()
-    for setting in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+    for setting in (
+        "attention_backend",
+        "prefill_attention_backend",
+        "decode_attention_backend",
+        "speculative_draft_attention_backend",
+    ):
         name = getattr(settings, setting)
         if name is not None and name not in known:
             flag = setting.replace("_", "-")

@@ -233,6 +233,13 @@ class EngineSettings:
                 "--speculative-draft-model-path has no meaning with --speculative-algorithm "
                 f"{self.speculative_algorithm}: leave one of them out"
             )
+        if self.speculative_draft_model_path is None:
+            for name in ("speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"):
+                if getattr(self, name) is not None:
+                    raise SettingsError(
+                        f"--{name.replace('_', '-')} has no meaning without --speculative-draft-model-path: "
+                        "give both or neither"
+                    )
         if self.speculative_ngram_min_match > self.speculative_ngram_max_match:
             raise SettingsError(
                 f"--speculative-ngram-min-match {self.speculative_ngram_min_match} is more than "

@@ -27,11 +27,10 @@ from backends.flashinfer_staging import (
     window_mask,
 )
 from backends.forward import ForwardBatch, ForwardMode
-from backends.kv_pool import KVLayout, KVPool
+from backends.kv_pool import FP8, KVLayout, KVPool, unreadable
 from backends.parts import Part, phases
 
 HALF = (torch.float16, torch.bfloat16)
-FP8 = torch.float8_e4m3fn
 
 _HEAD_DIMS = (64, 128, 256)
 _SPLIT = 1024  # keys a partial result of decode; it fixes the arithmetic of a row
@@ -226,7 +225,7 @@ def unusable_here(device: torch.device, layout: KVLayout) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or later"
     if layout.dtype not in (*HALF, FP8):
-        return f"it has no kernels for a KV cache of {str(layout.dtype).removeprefix('torch.')}"
+        return unreadable(layout)
     return None
 
 

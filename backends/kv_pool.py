@@ -72,6 +72,11 @@ class KVLayout:
         return self.num_layers * self.num_kv_heads * head
 
 
+def unreadable(layout: KVLayout) -> str:
+    """Why a backend cannot run that has no kernels for the layout's dtype."""
+    return f"it has no kernels for a KV cache of {layout.dtype_name} (--kv-cache-dtype, or the drafter's own)"
+
+
 class KVPool:
     """Key and value tensors of one worker.
 

@@ -14,7 +14,7 @@ import torch
 
 from backends.base import AttentionBackend, AttentionLayer
 from backends.forward import ForwardBatch
-from backends.kv_pool import FP8, INT8, KVLayout
+from backends.kv_pool import FP8, INT8, KVLayout, unreadable
 from kernels.triton.tiling import Blocks, Tiling, block_sizes, tile
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, FP8, INT8)
@@ -89,7 +89,7 @@ def unusable(device: torch.device, layout: KVLayout) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     if layout.dtype not in _DTYPES:
-        return f"it has no kernels for a KV cache of {layout.dtype_name}"
+        return unreadable(layout)
     if device.type == "cpu":
         return (
             None if _interpreting() else "it needs CUDA (on a CPU: Triton's interpreter, TRITON_INTERPRET=1)"

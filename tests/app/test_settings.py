@@ -137,6 +137,14 @@ CONTRADICTIONS = {
         ["--context-length", "100", "--max-total-tokens", "99"],
         ["--context-length", "--max-total-tokens"],
     ),
+    "a backend for no drafter": (
+        ["--speculative-draft-attention-backend", "triton"],
+        ["--speculative-draft-attention-backend", "--speculative-draft-model-path"],
+    ),
+    "a cache for no drafter": (
+        ["--speculative-draft-kv-cache-dtype", "int8"],
+        ["--speculative-draft-kv-cache-dtype", "--speculative-draft-model-path"],
+    ),
     "drafts without speculation": (
         ["--speculative-algorithm", "none", "--speculative-num-draft-tokens", "4"],
         ["--speculative-algorithm", "--speculative-num-draft-tokens"],

@@ -59,7 +59,8 @@ class TestUnusable:
 
     @pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float64])
     def test_a_cache_dtype_without_kernels_is_named(self, dtype: torch.dtype) -> None:
-        assert str(dtype).removeprefix("torch.") in (unusable(CPU, layout(dtype)) or "")
+        reason = unusable(CPU, layout(dtype)) or ""
+        assert str(dtype).removeprefix("torch.") in reason and "--kv-cache-dtype" in reason
 
     def test_other_devices_have_no_triton(self) -> None:
         assert unusable(torch.device("mps"), layout()) == "it needs CUDA"
