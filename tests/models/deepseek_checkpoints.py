@@ -74,6 +74,7 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "v3-dense": lambda: _v3(first_k_dense_replace=2),
     "v3-halves": lambda: _v3(rope_interleave=False, norm_topk_prob=False, tie_word_embeddings=True),
     "v3-one-group": lambda: _v3(q_lora_rank=None, n_group=1, topk_group=1, num_experts_per_tok=6),
+    "v3-for-bytes": lambda: _v3(vocab_size=257, bos_token_id=None, eos_token_id=256),
 }
 
 
