@@ -11,6 +11,7 @@ import torch
 
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVLayout
+from backends.state_pool import StateLayout
 
 if TYPE_CHECKING:
     from models.config import ModelConfig
@@ -52,6 +53,10 @@ class CausalLM(torch.nn.Module, ABC):
     @abstractmethod
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """What one token costs in the KV pool."""
+
+    def state_layout(self) -> StateLayout | None:
+        """What one request costs in the pool of recurrent state. None for a model without."""
+        return None
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> HiddenStates:

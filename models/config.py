@@ -12,11 +12,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from models import hybrid_config as hybrid
 from models.base import ModelError
+from models.hybrid_config import LayerType, StateConfig
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
-LayerType = Literal["full_attention", "sliding_attention"]
 RouterScoring = Literal["softmax", "sigmoid"]
 
 _MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
@@ -88,6 +89,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "bos_token_id": 2,
         "eos_token_id": 1,
     },
+    **hybrid.DEFAULTS,
 }
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -100,6 +102,7 @@ _ARCHITECTURES = {
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    **hybrid.ARCHITECTURES,
 }
 
 
@@ -184,7 +187,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_groups_per_tok: int = 1  # groups that a token's experts are chosen from
     routed_scaling_factor: float = 1.0
 
-    has_mamba_layers: bool = False  # that keep a recurrent state; no family here does
+    has_mamba_layers: bool = False  # that keep recurrent state
+    state: StateConfig | None = None
+    partial_rotary_factor: float = 1.0  # of a head's columns, which are rotated; 0: positions are not encoded
+    shared_expert_size: int = 0  # of an MLP that every token takes, by a gate of its own
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -217,7 +223,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rotary_dim(self) -> int:
         """Columns of a head that are rotated."""
-        return self.qk_rope_head_dim or self.head_dim
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Ids of the layers that attend."""
+        types = self.layer_types or ("full_attention",) * self.num_layers
+        return tuple(i for i, kind in enumerate(types) if kind in ("full_attention", "sliding_attention"))
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Ids of the layers that keep recurrent state."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind in ("linear_attention", "conv"))
 
     @property
     def attention_scale(self) -> float:
@@ -246,6 +263,8 @@ class _Reader:
         self.values: dict[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **shared, **config}
         names = outer.get("architectures") or [_ARCHITECTURES.get(str(outer.get("model_type")), "")]
         self.architecture = str(names[0])
+        if self.model_type in hybrid.DEFAULTS:
+            self.values = hybrid.values(self.model_type, self.values)
         if self.model_type not in _DEFAULTS:
             raise self._error(
                 f"architecture {self.architecture!r} (model_type {self.model_type!r}) is not supported "
@@ -279,7 +298,7 @@ class _Reader:
         bias = bool(self.values.get("attention_bias"))
         head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"] if latent else None
         softcap = "{}_logit_softcapping"
-        return ModelConfig(
+        read = ModelConfig(
             architecture=self.architecture,
             model_type=self.model_type,
             vocab_size=self._int("vocab_size"),
@@ -293,6 +312,7 @@ class _Reader:
             rms_norm_eps=self._float("rms_norm_eps", 1e-6),
             activation=_ACTIVATIONS[activation],
             rope=rope,
+            partial_rotary_factor=self._float("partial_rotary_factor", 1.0),
             local_rope=local_rope,
             sliding_window=window,
             layer_types=self._layer_types(layers, window),
@@ -311,6 +331,9 @@ class _Reader:
             eos_token_ids=self._ids("eos_token_id"),
             dtype=self._dtype(),
         )
+        if self.model_type not in hybrid.DEFAULTS:
+            return read
+        return msgspec.structs.replace(read, **hybrid.fields(self.model_type, self.values))
 
     def _model_type(self, outer: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         model_type = config.get("model_type")
@@ -362,7 +385,7 @@ class _Reader:
 
     def _experts(self, layers: int) -> dict[str, Any]:
         """Fields of mixtures of experts; none for the families without."""
-        if self.model_type == "qwen3_moe":
+        if self.model_type in ("qwen3_moe", "qwen3_next"):
             return {
                 "num_experts": self._int("num_local_experts", self._int("num_experts")),
                 "num_experts_per_tok": self._int("num_experts_per_tok"),
@@ -417,9 +440,8 @@ class _Reader:
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
         if kind not in get_args(RopeType):
             raise self._error(f"rope type {kind!r} is not supported ({', '.join(get_args(RopeType))} are)")
-        if (
-            parameters.get("partial_rotary_factor") or self.values.get("partial_rotary_factor") or 1.0
-        ) != 1.0:
+        partial = parameters.get("partial_rotary_factor") or self.values.get("partial_rotary_factor") or 1.0
+        if partial != 1.0 and self.model_type not in hybrid.DEFAULTS:
             raise self._error("partial_rotary_factor is not supported")
         trained = self.values.get("original_max_position_embeddings") or parameters.get(
             "original_max_position_embeddings"

@@ -9,6 +9,7 @@ import torch
 
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVLayout
+from backends.state_pool import StateLayout
 from kernels.cpu.linear import SUFFIX as PACKED
 from models.base import CausalLM, HiddenStates
 from models.config import ModelConfig
@@ -57,7 +58,24 @@ class Decoder(CausalLM):
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         config = self.config
-        return KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+        layers = len(config.attention_layers)
+        return KVLayout(layers, config.num_kv_heads, config.head_dim, config.head_dim, dtype)
+
+    def state_layout(self) -> StateLayout | None:
+        state = self.config.state
+        if state is None:
+            return None
+        return StateLayout(
+            num_layers=len(self.config.state_layers),
+            conv_channels=state.conv_channels,
+            conv_taps=state.conv_taps,
+            dtype=self.dtype,
+            num_heads=state.num_heads,
+            num_key_heads=state.num_key_heads,
+            key_dim=state.key_dim,
+            value_dim=state.value_dim,
+            delta_rule=state.delta_rule,
+        )
 
     def forward(self, batch: ForwardBatch) -> HiddenStates:
         rotations = {id(rope): rope(batch.positions) for rope in self.ropes}

@@ -7,6 +7,7 @@ Arithmetic follows transformers step by step, so that equal weights give equal l
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch.nn.functional import gelu, silu
@@ -88,9 +89,11 @@ class RMSNorm(torch.nn.Module):
 class Attention(torch.nn.Module):
     """Self-attention of one layer; scores and cache are the business of the pass's backend."""
 
+    query_parts: ClassVar[int] = 1  # what q_proj gives for each head, in widths of one
+
     def __init__(self, config: ModelConfig, layer_id: int, source: Weights, norm: type[RMSNorm]) -> None:
         super().__init__()
-        self.layer_id = layer_id
+        self.layer_id = config.attention_layers.index(layer_id)  # in the KV pool
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
@@ -103,7 +106,7 @@ class Attention(torch.nn.Module):
             source,
             prefix,
             ("q_proj", "k_proj", "v_proj"),
-            (width, kv_width, kv_width),
+            (self.query_parts * width, kv_width, kv_width),
             config.hidden_size,
             config.attention_bias,
         )
@@ -120,13 +123,19 @@ class Attention(torch.nn.Module):
         """hidden [T, hidden_size] to the same."""
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(self.attend(query, key, value, rotation))
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation: Rotation
+    ) -> torch.Tensor:
+        """Heads as projected, [T, heads, head_dim] each, to what the queries read: [T, num_heads * head_dim]."""
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         context = get_forward_context()
         attended = context.backend.forward(
             rotate(query, rotation), rotate(key, rotation), value, self, context.batch, context.plan
         )
-        return self.o_proj(attended.flatten(1))
+        return attended.flatten(1)
 
 
 class GatedMLP(torch.nn.Module):

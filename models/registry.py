@@ -13,6 +13,7 @@ from models.mistral import MistralForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
 from models.qwen3 import Qwen3ForCausalLM
 from models.qwen3_moe import Qwen3MoeForCausalLM
+from models.qwen3_next import Qwen3NextForCausalLM
 
 FAMILIES: dict[str, type[Decoder]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
@@ -20,6 +21,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV2ForCausalLM,
     "KimiK25ForConditionalGeneration": DeepseekV2ForCausalLM,

@@ -42,8 +42,13 @@ class RotaryEmbedding:
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate `x` [T, heads, head_dim], whose element i is paired with i + head_dim / 2."""
+    """Rotate the columns of `x` [T, heads, head_dim] that have angles, the first ones: one half with the other."""
     cos, sin = rotation
+    rotated = 2 * cos.shape[-1]
+    if rotated == 0:
+        return x
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], rotation), x[..., rotated:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ class Weights:
         self._source = source
         self._where = where
         self._unread = source.names()
+        self._own_names: dict[str, str] = {}
 
     def matrices(self, names: Sequence[str], rows: Sequence[int], columns: int) -> tuple[PackedWeight, ...]:
         """The matrices `names`, [rows[i], columns] each, stacked row-wise into one where formats allow it."""
@@ -60,6 +62,18 @@ class Weights:
         self._check(name, (part.rows, part.columns), (rows, columns))
         return dequantize(part).to(self.device, self.dtype, copy=True)
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor `name` of that shape, float32, for what is no matrix and is computed in full precision."""
+        tensor = self._source.tensor(self._read(name))
+        self._check(name, tuple(tensor.shape), shape)
+        return tensor.to(self.device, torch.float32, copy=True)
+
+    def renamed(self, canonical: Callable[[str], str]) -> Weights:
+        """The same weights, each under the name that `canonical` makes of its own."""
+        view = copy(self)
+        view._own_names = {canonical(name): name for name in self._source.names()}
+        return view
+
     def warn_unread(self) -> None:
         """Say which tensors of the checkpoint the model did not ask for."""
         extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
@@ -67,8 +81,9 @@ class Weights:
             logger.warning("%s: %d tensors are not used: %s", self._where, len(extra), ", ".join(extra[:8]))
 
     def _read(self, name: str) -> str:
-        self._unread.discard(name)
-        return name
+        own = self._own_names.get(name, name)
+        self._unread.discard(own)
+        return own
 
     def _check(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:

@@ -9,6 +9,8 @@ import torch
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
+from backends.linear_attention import HybridLinearBackend
+from backends.state_pool import StatePool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
 from models.base import CausalLM, HiddenStates
@@ -32,6 +34,11 @@ class Sequences:
         self.backend = backend or TorchNativeBackend()
         num_slots = rows * length + 5
         self.pool = KVPool(model.kv_layout(model.kv_dtype), num_slots, torch.device("cpu"))
+        state_layout = model.state_layout()
+        self.state_pool: StatePool | None = None
+        if state_layout is not None:
+            self.state_pool = StatePool(state_layout, rows, torch.device("cpu"))
+            self.backend = HybridLinearBackend(self.backend)
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows
@@ -79,4 +86,5 @@ class Sequences:
             logits_rows=torch.arange(len(flat)),
             kv_pool=self.pool,
             capture_layers=capture_layers,
+            state_pool=self.state_pool,
         )

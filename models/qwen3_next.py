@@ -1,0 +1,112 @@
+"""Qwen3-Next: gated delta nets, every few layers gated attention, and experts beside one that all tokens take."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.rowwise import rowwise
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.gemma3 import GemmaRMSNorm
+from models.layers import Attention, GatedMLP, Linear
+from models.linear_attention import GatedDeltaNet
+from models.moe import SparseMLP
+from models.rotary import Rotation
+from models.weights import Weights
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by sigmoid of a gate, which is projected beside each head's query."""
+
+    query_parts = 2
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        queries, key, value = heads.split((2 * self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        query, gate = queries[:, 0::2], queries[:, 1::2]
+        attended = self.attend(query, key, value, rotation)
+        return self.o_proj(attended * rowwise(torch.sigmoid, gate.flatten(1).float()).to(attended.dtype))
+
+
+class Qwen3NextDeltaNet(GatedDeltaNet):
+    """Projections that are interleaved by key head: query, key, its heads' values and gates; and their b and a."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, prefix: str, source: Weights) -> None:
+        super().__init__(config, layer_id, prefix, source)
+        state = self.state
+        width = state.conv_channels + state.num_heads * state.value_dim
+        self.in_proj_qkvz = Linear.load(
+            source, prefix, ("in_proj_qkvz",), (width,), config.hidden_size, False
+        )
+        self.in_proj_ba = Linear.load(
+            source, prefix, ("in_proj_ba",), (2 * state.num_heads,), config.hidden_size, False
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, hidden_size] to the same."""
+        state = self.state
+        shared = state.num_heads // state.num_key_heads
+        parts = (state.key_dim, state.key_dim, shared * state.value_dim, shared * state.value_dim)
+        qkvz = self.in_proj_qkvz(hidden).unflatten(1, (state.num_key_heads, -1)).split(parts, 2)
+        query, key, value, z = (part.flatten(1) for part in qkvz)
+        ba = self.in_proj_ba(hidden).unflatten(1, (state.num_key_heads, -1))
+        b, a = (part.flatten(1) for part in ba.split(shared, 2))
+        return self.mix(torch.cat((query, key, value), 1), z, b, a)
+
+
+class GatedSharedMLP(torch.nn.Module):
+    """A token's experts, and an MLP that all tokens take, by sigmoid of a gate."""
+
+    def __init__(self, config: ModelConfig, prefix: str, source: Weights) -> None:
+        super().__init__()
+        self.routed = SparseMLP(config, prefix, source)
+        self.shared_expert = GatedMLP(config, f"{prefix}.shared_expert", config.shared_expert_size, source)
+        self.shared_expert_gate = Linear.load(
+            source, prefix, ("shared_expert_gate",), (1,), config.hidden_size, False
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] to the same."""
+        gate = rowwise(torch.sigmoid, self.shared_expert_gate(x).float()).to(x.dtype)
+        return self.routed(x) + gate * self.shared_expert(x)
+
+
+class Qwen3NextDecoderLayer(torch.nn.Module):
+    """Pre-norm mixer and MLP, each added to the residual stream."""
+
+    delta_net: type[GatedDeltaNet] = Qwen3NextDeltaNet
+
+    def __init__(self, config: ModelConfig, layer_id: int, source: Weights) -> None:
+        super().__init__()
+        prefix, size, eps = f"model.layers.{layer_id}", config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = GemmaRMSNorm(source.vector(f"{prefix}.input_layernorm.weight", size), eps)
+        self.linear_attn: torch.nn.Module | None = None
+        self.self_attn: GatedAttention | None = None
+        if layer_id in config.state_layers:
+            self.linear_attn = self.delta_net(config, layer_id, f"{prefix}.linear_attn", source)
+        else:
+            self.self_attn = GatedAttention(config, layer_id, source, GemmaRMSNorm)
+        self.post_attention_layernorm = GemmaRMSNorm(
+            source.vector(f"{prefix}.post_attention_layernorm.weight", size), eps
+        )
+        self.mlp: torch.nn.Module
+        if layer_id in config.sparse_layers:
+            self.mlp = GatedSharedMLP(config, f"{prefix}.mlp", source)
+        else:
+            self.mlp = GatedMLP(config, f"{prefix}.mlp", config.intermediate_size, source)
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        normed = self.input_layernorm(hidden)
+        if self.self_attn is not None:
+            hidden = hidden + self.self_attn(normed, rotation)
+        else:
+            assert self.linear_attn is not None
+            hidden = hidden + self.linear_attn(normed)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Qwen3NextForCausalLM(Decoder):
+    """Norms that multiply by 1 + weight, partly rotated heads."""
+
+    layer_class = Qwen3NextDecoderLayer
+    norm_class = GemmaRMSNorm

@@ -1,0 +1,84 @@
+"""Tiny random checkpoints of the families with recurrent state, made and saved by transformers' own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from tests.models.checkpoints import VOCAB_SIZE
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+}
+_ATTENTION = {
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_DELTA = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
+
+
+def _qwen3_next(**changes: Any) -> PreTrainedModel:
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**_SHAPE, **_ATTENTION, **_DELTA, **_EXPERTS, **changes}))
+
+
+CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3-next": _qwen3_next,
+    "qwen3-next-dense-layers": lambda: _qwen3_next(
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+        layer_types=["full_attention", "linear_attention"] * 2,
+        linear_conv_kernel_dim=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    ),
+    "qwen3-next-equal-heads": lambda: _qwen3_next(
+        linear_num_key_heads=4, linear_value_head_dim=16, attention_bias=True, tie_word_embeddings=True
+    ),
+}
+
+
+def make_checkpoint(name: str, folder: Path) -> PreTrainedModel:
+    """Save checkpoint `name` into `folder`, and return the transformers model, float32, that it was saved from.
+
+    Every parameter is random, and large enough to move the logits. States decay slowly enough to be remembered.
+    """
+    torch.manual_seed(0)
+    model = CHECKPOINTS[name]().float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.normal_(-2.0, 1.0)
+            elif parameter.ndim == 1 and "norm" in parameter_name:
+                plus_one = "qwen" in name and "linear_attn" not in parameter_name
+                parameter.normal_(0.0 if plus_one else 1.0, 0.3)
+            else:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
+    model.save_pretrained(folder)
+    return model

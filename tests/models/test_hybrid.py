@@ -1,0 +1,95 @@
+"""Families with recurrent state give the logits that transformers gives, however the tokens are fed, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from models.base import CausalLM
+from models.loader import inspect_model, load_model
+from models.options import ModelOptions
+from models.weights import Precision
+from tests.models.harness import Sequences
+from tests.models.hybrid_checkpoints import CHECKPOINTS, make_checkpoint
+from tests.models.test_equals_transformers import assert_close, prompt, reference_logits
+
+Pair = tuple[PreTrainedModel, CausalLM]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Checkpoint by name: transformers' model, and Tandem's loaded from the file that it saved."""
+    made: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            reference = make_checkpoint(name, folder)
+            files = inspect_model(ModelOptions(model=str(folder)))
+            made[name] = reference, load_model(files, torch.device("cpu"), Precision(torch.float32))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_prompt_equals_transformers(pair: Callable[[str], Pair], name: str) -> None:
+    reference, model = pair(name)
+    ids = prompt(70)
+    assert_close(Sequences(model).extend({0: ids})[0], reference_logits(reference, ids))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_decoding_equals_transformers_decoding(pair: Callable[[str], Pair], name: str) -> None:
+    reference, model = pair(name)
+    ids = prompt(40)
+    sequences = Sequences(model)
+    actual, expected = [], []
+    with torch.inference_mode():
+        cache = None
+        for chunk in (ids[:21], *([token] for token in ids[21:])):
+            output = reference(input_ids=torch.tensor([chunk]), past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            expected.append(output.logits[0])
+            actual.append(sequences.extend({1: chunk})[1])
+    assert_close(torch.cat(actual), torch.cat(expected))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_do_not_depend_on_how_tokens_are_fed(pair: Callable[[str], Pair], name: str) -> None:
+    _, model = pair(name)
+    ids = prompt(70)
+    expected = Sequences(model).extend({0: ids})[0]
+
+    chunked = Sequences(model)
+    chunks = [chunked.extend({2: ids[start:stop]})[2] for start, stop in ((0, 7), (7, 8), (8, 29), (29, 70))]
+    assert torch.equal(torch.cat(chunks), expected)
+
+    # Decode, and blocks as they are verified, beside other sequences of other lengths.
+    company = Sequences(model)
+    parts = [company.extend({1: ids[::-1], 0: ids[:20]})[0]]
+    for start, stop in ((20, 21), (21, 22), (22, 30), (30, 32), (32, 33), (33, 68), (68, 70)):
+        parts.append(
+            company.extend({2: ids[: stop - start], 0: ids[start:stop], 3: ids[start : start + 3]})[0]
+        )
+    assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_batch_of_unequal_lengths_equals_each_sequence_alone(
+    pair: Callable[[str], Pair], name: str
+) -> None:
+    reference, model = pair(name)
+    prompts = {row: prompt(length, seed=row) for row, length in ((0, 33), (3, 5), (1, 18))}
+    sequences = Sequences(model)
+    first = sequences.extend({row: ids[:-2] for row, ids in prompts.items()})
+    # Prefill of a newcomer beside decode of one sequence and two tokens of another, in one pass.
+    prompts[2] = prompt(14, seed=9)
+    second = sequences.extend({2: prompts[2], 0: prompts[0][-2:-1], 1: prompts[1][-2:], 3: prompts[3][-2:]})
+    third = sequences.extend({0: prompts[0][-1:]})
+    for row, ids in prompts.items():
+        parts = [step[row] for step in (first, second, third) if row in step]
+        assert_close(torch.cat(parts), reference_logits(reference, ids))
