@@ -119,7 +119,7 @@ def create_app(
         status=lifecycle,
         server_info=lambda: server_info(container, lifecycle),
         served_model_name=settings.served_model_name or container.model_files().name,
-        speculative_algorithm=settings.speculative_algorithm,
+        speculative_algorithms=container.algorithms(),
         max_request_bytes=settings.max_request_bytes,
     )
     middleware = [Middleware(QuietDisconnects)]

@@ -66,7 +66,7 @@ class StatusPort(Protocol):
 class ServerDeps:
     """Parts that exist only once the model is loaded are callables, first called after `status.ready`.
 
-    `server_info` answers at every stage. `speculative_algorithm` is what the server runs ("none" for nothing).
+    `server_info` answers at every stage. `speculative_algorithms` are those that a request may ask for.
     """
 
     engine: Callable[[], EnginePort]
@@ -75,5 +75,5 @@ class ServerDeps:
     status: StatusPort
     server_info: Callable[[], dict[str, Any]]
     served_model_name: str
-    speculative_algorithm: str = "none"
+    speculative_algorithms: Sequence[str] = ("none",)
     max_request_bytes: int = 32 * 1024 * 1024

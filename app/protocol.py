@@ -6,6 +6,7 @@ ways not supported here are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -161,13 +162,13 @@ class GenerationBody(WireModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def speculation_params(self, server_algorithm: str) -> SpeculationParams:
-        """Raises ApiError for an algorithm that the server does not run."""
+    def speculation_params(self, algorithms: Sequence[str]) -> SpeculationParams:
+        """Raises ApiError for an algorithm that is not among those that the server offers."""
         if self.speculation is None:
             return SpeculationParams()
         wanted = self.speculation.algorithm
-        if wanted not in (None, "none", server_algorithm):
-            runs = " and ".join(dict.fromkeys(["'none'", f"'{server_algorithm}'"]))
+        if wanted is not None and wanted not in algorithms:
+            runs = " and ".join(repr(algorithm) for algorithm in algorithms)
             raise bad_request(f"this server runs {runs}, not {wanted!r}", "speculation.algorithm")
         return SpeculationParams(algorithm=wanted, num_draft_tokens=self.speculation.num_draft_tokens)
 

@@ -179,6 +179,14 @@ class EngineSettings:
             f"(default: {_SPECULATIVE.num_draft_tokens}).",
         ),
     ] = None
+    speculative_draft_window_size: Annotated[
+        int | None,
+        Parameter(
+            group=_SPECULATION,
+            validator=_POSITIVE,
+            help="Most tokens of context that a DFlash drafter looks at (default: all).",
+        ),
+    ] = None
     speculative_ngram_min_match: Annotated[
         int,
         Parameter(
@@ -234,7 +242,11 @@ class EngineSettings:
                 f"{self.speculative_algorithm}: leave one of them out"
             )
         if self.speculative_draft_model_path is None:
-            for name in ("speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"):
+            for name in (
+                "speculative_draft_attention_backend",
+                "speculative_draft_kv_cache_dtype",
+                "speculative_draft_window_size",
+            ):
                 if getattr(self, name) is not None:
                     raise SettingsError(
                         f"--{name.replace('_', '-')} has no meaning without --speculative-draft-model-path: "
@@ -309,9 +321,12 @@ class EngineSettings:
     def speculative_options(self) -> SpeculativeOptions:
         return SpeculativeOptions(
             algorithm=self.speculative_algorithm,
+            has_drafter=self.speculative_draft_model_path is not None
+            or self.speculative_algorithm in ("dflash", "standalone"),
             num_draft_tokens=self.speculative_num_draft_tokens or _SPECULATIVE.num_draft_tokens,
             ngram_min_match=self.speculative_ngram_min_match,
             ngram_max_match=self.speculative_ngram_max_match,
+            draft_window_size=self.speculative_draft_window_size,
         )
 
 

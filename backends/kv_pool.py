@@ -125,6 +125,13 @@ class KVPool:
         value = _load(self.value, self.value_scale, self.value_slot_scales, layer_id, flat)
         return key.unflatten(0, slots.shape), value.unflatten(0, slots.shape)
 
+    def copy(self, slots: torch.Tensor, to: torch.Tensor) -> None:
+        """The entries of `slots` [T] int64 are those of `to` [T], too, in all layers."""
+        for data in (self.key, self.value, self.key_slot_scales, self.value_slot_scales):
+            if data is not None:
+                raw = data.view(torch.uint8) if data.dtype == FP8 else data
+                raw.index_copy_(1, to, raw.index_select(1, slots))
+
     @contextmanager
     def calibrating(self) -> Iterator[None]:
         """Fit the scales of an fp8 pool to what is written meanwhile. What it held before, and then, is void."""

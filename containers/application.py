@@ -17,7 +17,8 @@ from engine.scheduler import Scheduler
 from engine.tokenizer import load_tokenizer
 from models.loader import inspect_model
 from speculative.adaptive import PayoffController
-from speculative.ngram_worker import NgramWorker
+from speculative.drafters import make_drafter, offered
+from speculative.drafting_worker import DraftingWorker
 from speculative.pairing import inspect_drafter, scratch_slots, target_layer_ids
 
 
@@ -38,6 +39,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
     scheduler_options = settings.provided.scheduler_options.call()
     speculative_options = settings.provided.speculative_options.call()
     algorithm = speculative_options.algorithm
+    workers = speculative_options.workers
 
     model_files = providers.Singleton(inspect_model, model_options)
     draft_model_files = providers.Singleton(inspect_drafter, draft_model_options, model_files)
@@ -53,11 +55,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
         attention_options=attention_options,
         scheduler_options=scheduler_options,
         capture_layers=providers.Selector(
-            algorithm,
-            none=providers.Object(()),
-            ngram=providers.Object(()),
-            dflash=providers.Callable(target_layer_ids, draft_model_files),
-            standalone=providers.Object(()),
+            workers, target=providers.Object(()), pair=providers.Callable(target_layer_ids, draft_model_files)
         ),
         draft_layouts=providers.Callable(draft_layouts, __self__),
     )
@@ -77,25 +75,38 @@ class ApplicationContainer(containers.DeclarativeContainer):
             scheduler_options.max_running_requests,
         ),
     )
-    # The workers that an algorithm runs, in the order of their start-up.
+    # In the order of their start-up.
     runners = providers.Selector(
-        algorithm,
-        none=providers.List(target.runner),
-        ngram=providers.List(target.runner),
+        workers, target=providers.List(target.runner), pair=providers.List(target.runner, draft.runner)
     )
 
     tokenizer = providers.Singleton(load_tokenizer, model_files, model_options.chat_template)
     plain_worker = providers.Singleton(PlainWorker, target.runner, tokenizer.provided.eos_token_ids)
-    ngram_worker = providers.Singleton(
-        NgramWorker,
+    drafter = providers.Selector(
+        workers,
+        target=providers.Object(None),
+        pair=providers.Singleton(
+            make_drafter, draft.runner, speculative_options, model_files.provided.config.vocab_size
+        ),
+    )
+    drafting_worker = providers.Singleton(
+        DraftingWorker,
         target.runner,
         tokenizer.provided.eos_token_ids,
-        num_draft_tokens=speculative_options.num_draft_tokens,
-        min_match=speculative_options.ngram_min_match,
-        max_match=speculative_options.ngram_max_match,
+        options=speculative_options,
         controller=providers.Singleton(PayoffController),
+        drafter=drafter,
     )
-    worker = providers.Selector(algorithm, none=plain_worker, ngram=ngram_worker)
+    # What a request may ask for.
+    algorithms = providers.Callable(offered, algorithm, drafter)
+    worker = providers.Selector(
+        algorithm,
+        none=plain_worker,
+        ngram=drafting_worker,
+        dflash=drafting_worker,
+        standalone=drafting_worker,
+        auto=drafting_worker,
+    )
 
     # Made when the decode loop starts: the number of slots is known once the model is loaded.
     allocator = providers.Singleton(
@@ -103,7 +114,13 @@ class ApplicationContainer(containers.DeclarativeContainer):
     )
     radix_cache = providers.Singleton(RadixCache, allocator, cache_options.enable_prefix_caching)
     scheduler = providers.Singleton(
-        Scheduler, scheduler_options, allocator, radix_cache, target.runner.provided.slot_table
+        Scheduler,
+        scheduler_options,
+        allocator,
+        radix_cache,
+        target.runner.provided.slot_table,
+        usable_prefix=worker.provided.usable_prefix,
+        before_release=worker.provided.before_release,
     )
     max_context_len = target.runner.provided.max_context_len
 

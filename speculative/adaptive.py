@@ -1,4 +1,4 @@
-"""How many tokens to draft so that drafting pays: measured accept rates against measured step times.
+"""How many tokens to draft, and whether to run a drafting model at all: measured accept rates against measured times.
 
 Nothing here reads a clock. Times are passed in, so the same calls always give the same decisions.
 """
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -17,52 +18,72 @@ import numpy.typing as npt
 NUM_LEVELS = 16  # of confidence; higher ones count as the last
 DECAY = 0.99  # weight that an observation keeps from one step to the next
 FIRST_GUESS = 0.5  # accept rate of a drafter not yet seen
-NEIGHBOUR_WEIGHT = 4.0  # observations that the level below is worth at a level
+NEIGHBOUR_WEIGHT = 4.0  # observations that a level's guess is worth
 PRIOR_WEIGHT = 16.0  # observations that all requests together are worth for one of them
 TIMES_KEPT = 9  # step times of one row count, of which the median is believed
 TIMES_NEEDED = 3  # before it is: the first steps of a shape are often slow
+DRIFT = 0.02  # share by which one step moves the pace of all row counts
+SURPRISE = 1.25  # factor by which a step may differ from what was expected and still tell of the pace
 MARGIN = 0.01  # by which drafting must win over plain decoding
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
+SAMPLES = 4  # past drafts of a request that stand for its next one
+
+Floats = npt.NDArray[np.float64]
 
 
 class AcceptRates:
     """How often drafted tokens were accepted, by confidence, with recent steps weighing most.
 
-    Confidence is a small integer that orders a drafter's tokens: for prompt lookup the number of matching tokens
-    before it, for a block drafter the position in the block. It rises by one with each token of a draft.
+    Confidence is a small integer, a level, that orders a drafter's tokens: for prompt lookup the number of matching
+    tokens before it, for a model a bucket of its own probability.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everyone: AcceptRates | None = None, guesses: Sequence[float] | None = None) -> None:
+        """`everyone` is kept of all requests together: it is told all that this one is, and is what is assumed
+        until this one's own observations weigh more. `guesses`: the rate of each level before anything is known;
+        None takes that of the level below."""
+        self._everyone = everyone
+        self._guesses = guesses
         self._hits = [0.0] * NUM_LEVELS
         self._trials = [0.0] * NUM_LEVELS
         self._seen = [0] * NUM_LEVELS  # step of the last observation
+        self._alone: list[float] | None = None
 
-    def observe(self, confidence: int, drafted: int, accepted: int, step: int) -> None:
-        """Of `drafted` tokens from `confidence` upwards the first `accepted` ones were; the rest was never tried."""
-        for i in range(min(accepted + 1, drafted)):
-            level = min(confidence + i, NUM_LEVELS - 1)
+    def observe(self, levels: Sequence[int], accepted: int, step: int) -> None:
+        """Of the tokens drafted at `levels` the first `accepted` ones were right; what follows the first wrong one
+        was never tried."""
+        for i, level in enumerate(levels[: accepted + 1]):
+            level = min(level, NUM_LEVELS - 1)
             fade = DECAY ** (step - self._seen[level])
             self._hits[level] = self._hits[level] * fade + (i < accepted)
             self._trials[level] = self._trials[level] * fade + 1
             self._seen[level] = step
+        self._alone = None
+        if self._everyone is not None:
+            self._everyone.observe(levels, accepted, step)
 
     def alone(self) -> list[float]:
-        """Accept rate of each level. One with few observations follows the level below."""
-        rates = []
-        rate = FIRST_GUESS
-        for hits, trials in zip(self._hits, self._trials, strict=True):
-            rate = (hits + NEIGHBOUR_WEIGHT * rate) / (trials + NEIGHBOUR_WEIGHT)
-            rates.append(rate)
-        return rates
+        """Accept rate of each level, by what was observed here. One with few observations follows its guess."""
+        if self._alone is None:
+            rates = []
+            rate = FIRST_GUESS
+            for level, (hits, trials) in enumerate(zip(self._hits, self._trials, strict=True)):
+                guess = rate if self._guesses is None else self._guesses[level]
+                rate = (hits + NEIGHBOUR_WEIGHT * guess) / (trials + NEIGHBOUR_WEIGHT)
+                rates.append(rate)
+            self._alone = rates
+        return self._alone
 
-    def chances(self, prior: Sequence[float], confidence: int, length: int) -> list[float]:
-        """The chance of each of `length` tokens that it is accepted, which takes all before it. `prior` is the accept
-        rate of each level that is assumed until this one's own observations weigh more."""
-        hits, trials, last = self._hits, self._trials, NUM_LEVELS - 1
+    def chances(self, levels: Sequence[int]) -> list[float]:
+        """The chance of each token of a draft that it is accepted, which takes all before it."""
+        last = NUM_LEVELS - 1
+        if self._everyone is None:
+            return list(accumulate((self.alone()[min(level, last)] for level in levels), mul))
+        hits, trials, prior = self._hits, self._trials, self._everyone.alone()
         chance, chances = 1.0, []
-        for level in range(confidence, confidence + length):
+        for level in levels:
             level = min(level, last)
             chance *= (hits[level] + PRIOR_WEIGHT * prior[level]) / (trials[level] + PRIOR_WEIGHT)
             chances.append(chance)
@@ -70,14 +91,19 @@ class AcceptRates:
 
 
 class StepCostModel:
-    """Time of a step by its number of rows: medians of recent ones, interpolated."""
+    """Time of a step by its number of rows: medians of recent ones, interpolated.
+
+    All of them share a pace, which follows the last steps: a context that grows, or another process, slows down
+    row counts that were not tried lately as well, and what matters is how they compare.
+    """
 
     def __init__(self) -> None:
         self._times: dict[int, deque[float]] = {}
         self._seen: dict[int, int] = {}
         self._medians: dict[int, float] = {}  # of the row counts measured often enough
         self._rows: list[int] = []  # the same row counts, ascending
-        self._costs: list[float] = []  # what a step with as many costs, ascending
+        self._costs: list[float] = []  # what a step with as many costs, ascending, at a pace of 1
+        self._pace = 1.0
 
     @property
     def reach(self) -> int:
@@ -87,6 +113,10 @@ class StepCostModel:
     def observe(self, rows: int, seconds: float, step: int) -> None:
         """A step with `rows` rows took `seconds`."""
         bucket = _bucket(rows)
+        if bucket in self._medians and self.age(rows, step) < PROBE_AGE:
+            surprise = seconds / float(self.estimate(np.array([rows]))[0])
+            self._pace *= min(max(surprise, 1 / SURPRISE), SURPRISE) ** DRIFT
+        seconds /= self._pace
         times = self._times.setdefault(bucket, deque(maxlen=TIMES_KEPT))
         while self.age(rows, step) >= PROBE_AGE and len(times) >= TIMES_NEEDED:
             times.popleft()  # so that two probes outvote old times
@@ -100,10 +130,10 @@ class StepCostModel:
         falling = accumulate((self._medians[known] for known in reversed(self._rows)), min)
         self._costs = list(falling)[::-1]
 
-    def estimate(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def estimate(self, rows: npt.NDArray[np.int64] | Floats) -> Floats:
         """Seconds that a step takes, for each number of rows: linear between known counts, flat outside them. The
         hope that more rows cost no more is what makes them be tried."""
-        return np.interp(rows, self._rows, self._costs)
+        return np.interp(rows, self._rows, self._costs) * self._pace
 
     def age(self, rows: int, step: int) -> int:
         """Steps since one with about `rows` rows was seen."""
@@ -112,11 +142,35 @@ class StepCostModel:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What could be drafted for one request: `length` tokens, the first with `confidence`."""
+    """What could be verified for one request: tokens drafted at `levels` of confidence."""
 
     rates: AcceptRates
-    confidence: int
-    length: int
+    levels: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """What one request could get from a pass of the drafting model, and what it has without.
+
+    drafts: for each of its last SAMPLES drafts, the chance of each token; empty: the model cannot draft for it.
+    lookup: the chances of the tokens that cost nothing to draft.
+    """
+
+    drafts: Sequence[Sequence[float]]
+    lookup: Sequence[float] = ()
+
+    @property
+    def gain(self) -> float:
+        """Accepted tokens that the pass is expected to add."""
+        return sum(map(sum, self.drafts)) / SAMPLES - sum(self.lookup)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """For which prospects to run the drafting model, and the tokens a second that are expected of the step."""
+
+    drafting: Sequence[int]
+    rate: float
 
 
 class PayoffController:
@@ -126,22 +180,50 @@ class PayoffController:
     rows + n. Rows are added in order of the chance that they are accepted, and the n with the best yield is taken.
     Now and then another n is tried, to notice that times or rates have changed; what that is expected to lose stays
     under PROBE_SHARE of all time. So drafts that do not pay stop, and are probed the more rarely the dearer they are.
+
+    A drafting model has to be run before its draft is known. `choose` decides that by what its last drafts for each
+    request were worth; `plan` then shares out the rows by the draft itself.
     """
 
     def __init__(self) -> None:
         self.costs = StepCostModel()
-        self._rates = AcceptRates()  # of all requests
+        self.draft_costs = StepCostModel()  # of the drafting model, by number of requests
         self._step = 0
+        self._drafted_at = 0  # the last step that the drafting model ran in
         self._credit = 0.0  # seconds that probing may lose now
 
-    def plan(self, candidates: Sequence[Candidate], rows: int) -> list[int]:
-        """How many tokens to draft for each candidate, at most its `length`.
+    def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
+        """Whose drafts are worth a pass of the drafting model. Asked before `plan`, with the same `rows`."""
+        order = sorted(
+            (i for i, prospect in enumerate(prospects) if prospect.drafts and prospect.gain > 0),
+            key=lambda i: -prospects[i].gain,
+        )
+        if not order or not self.draft_costs.reach or self.costs.reach <= rows:
+            return Choice((), 0.0)
+        sizes = [1 << i for i in range((len(order) - 1).bit_length())] + [len(order)]
+        plain = self._rate(prospects, (), rows)
+        rates = [self._rate(prospects, order[:size], rows) for size in sizes]
+        best = int(np.argmax(rates))
+        if rates[best] > (1 + MARGIN) * plain:
+            return self._choice(order[: sizes[best]], rates[best])
+        if self._step - self._drafted_at < PROBE_AGE:
+            return Choice((), plain)
+        # One token a row is about what a step yields, so a worse rate loses its share of the step's time.
+        loss = (plain / rates[0] - 1) * rows / plain
+        if loss > self._credit:
+            return Choice((), plain)
+        self._credit -= max(loss, 0.0)
+        return self._choice(order[:1], rates[0])
+
+    def plan(self, candidates: Sequence[Candidate], rows: int, rate: float | None = None) -> list[int]:
+        """How many tokens to verify for each candidate, at most as many as it has.
 
         `rows` are the rows of the step without drafts: one a decoding request, and those of prompt chunks.
+        `rate`, where a drafting model was run: its Choice's. The time of the model is spent then, so a row is worth
+        it if it yields more than that rate.
         """
         self._step += 1
-        prior = self._rates.alone()
-        chances = [c.rates.chances(prior, c.confidence, c.length) for c in candidates]
+        chances = [candidate.rates.chances(candidate.levels) for candidate in candidates]
         owners = np.repeat(np.arange(len(candidates)), [len(of_one) for of_one in chances])
         flat = np.fromiter(chain.from_iterable(chances), np.float64)
         # Stable, and chances fall within a draft, so what is taken of each draft is its beginning.
@@ -150,29 +232,55 @@ class PayoffController:
             return [0] * len(candidates)
         yields = rows + np.concatenate(([0.0], np.cumsum(flat[order])))  # tokens, by number of drafted rows
         costs = self.costs.estimate(np.arange(rows, rows + len(yields)))
-        best = int(np.argmax(yields / costs))
-        if yields[best] / costs[best] < (1 + MARGIN) * yields[0] / costs[0]:
-            best = 0
+        if rate is not None:
+            best = int(np.argmax(yields - rate * costs))
+        else:
+            best = int(np.argmax(yields / costs))
+            if yields[best] / costs[best] < (1 + MARGIN) * yields[0] / costs[0]:
+                best = 0
         chosen = self._probe(best, rows, yields, costs)
         counts: list[int] = np.bincount(owners[order[:chosen]], minlength=len(candidates)).tolist()
         return counts
 
-    def observe(self, rates: AcceptRates, confidence: int, drafted: int, accepted: int) -> None:
-        """What became of a draft. `rates` are those of its request.
+    def observe(self, rates: AcceptRates, levels: Sequence[int], accepted: int) -> None:
+        """What became of a draft, `rates` being those of its request and drafter.
 
         A draft that was not verified may be told as well, as far as the tokens emitted since say what it would
         have been: then drafting resumes as soon as it would pay, not at the next probe.
         """
-        rates.observe(confidence, drafted, accepted, self._step)
-        self._rates.observe(confidence, drafted, accepted, self._step)
+        rates.observe(levels, accepted, self._step)
 
     def observe_step(self, rows: int, seconds: float) -> None:
         """A step with `rows` rows, drafted ones included, took `seconds`. Steps measured at start-up are welcome."""
         self.costs.observe(rows, seconds, self._step)
 
-    def _probe(
-        self, best: int, rows: int, yields: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]
-    ) -> int:
+    def observe_drafting(self, requests: int, seconds: float) -> None:
+        """The drafting model took `seconds` for so many requests."""
+        self.draft_costs.observe(requests, seconds, self._step)
+
+    def _rate(self, prospects: Sequence[Prospect], drafting: Sequence[int], rows: int) -> float:
+        """Expected tokens a second with the drafting model run for `drafting`.
+
+        Which rows will be worth verifying depends on drafts not made yet. The last ones stand for them: the rows of
+        SAMPLES steps are put in order together, and a mean step takes its share of the best ones.
+        """
+        chosen = set(drafting)
+        chances: list[float] = []
+        for i, prospect in enumerate(prospects):
+            for sample in prospect.drafts if i in chosen else [prospect.lookup] * SAMPLES:
+                chances += sample
+        best = np.sort(np.array(chances))[::-1][: (self.costs.reach - rows) * SAMPLES]
+        yields = rows + np.concatenate(([0.0], np.cumsum(best))) / SAMPLES
+        costs = self.costs.estimate(rows + np.arange(len(yields)) / SAMPLES)
+        if drafting:
+            costs = costs + self.draft_costs.estimate(np.array([len(drafting)]))
+        return float(np.max(yields / costs))
+
+    def _choice(self, drafting: Sequence[int], rate: float) -> Choice:
+        self._drafted_at = self._step
+        return Choice(drafting, rate)
+
+    def _probe(self, best: int, rows: int, yields: Floats, costs: Floats) -> int:
         """`best`, or a number of drafted rows not seen for long, if what that may lose has been saved up."""
         self._credit = min(self._credit + PROBE_SHARE * costs[best], MAX_CREDIT * costs[best])
         sizes = [0, *(1 << i for i in range((len(yields) - 1).bit_length()))]

@@ -22,7 +22,9 @@ from engine.worker import GenerationWorker
 from models.loader import inspect_model
 from models.options import Dtype, ModelOptions
 from speculative.adaptive import PayoffController
-from speculative.ngram_worker import NgramWorker
+from speculative.drafter import Drafter
+from speculative.drafting_worker import DraftingWorker
+from speculative.options import Algorithm, SpeculativeOptions
 from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import Receiver
 
@@ -84,13 +86,31 @@ def plain(runner: ModelRunner, eos: frozenset[int]) -> GenerationWorker:
     return PlainWorker(runner, eos)
 
 
+class AlwaysPays(PayoffController):
+    """Holds drafts to cost nothing, whatever is measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for rows in (1, 2, 4, 8, 16, 64):
+            for _ in range(9):
+                super().observe_step(rows, 1.0)
+                super().observe_drafting(rows, 1e-3)
+
+    def observe_step(self, rows: int, seconds: float) -> None:
+        pass
+
+    def observe_drafting(self, requests: int, seconds: float) -> None:
+        pass
+
+
 def ngram(runner: ModelRunner, eos: frozenset[int]) -> GenerationWorker:
-    """The n-gram worker, with step times that always make drafting worth while."""
-    controller = PayoffController()
-    for rows in (1, 2, 4, 8, 16, 64):
-        for _ in range(9):
-            controller.observe_step(rows, 1.0)
-    return NgramWorker(runner, eos, 16, 1, 16, controller)
+    return DraftingWorker(runner, eos, SpeculativeOptions(algorithm="ngram"), AlwaysPays())
+
+
+def drafting(algorithm: Algorithm, drafter: Drafter) -> WorkerMaker:
+    """Drafts of a model that has been started."""
+    options = SpeculativeOptions(algorithm=algorithm)
+    return lambda runner, eos: DraftingWorker(runner, eos, options, AlwaysPays(), drafter)
 
 
 def oracle(known: Mapping[str, Sequence[int]], rate: float) -> WorkerMaker:
@@ -112,16 +132,19 @@ def answer(
     """
     assert runner.kv_pool is not None and runner.slot_table is not None
 
+    worker = make_worker(runner, tokenizer.eos_token_ids)
+
     def scheduler() -> Scheduler:
         assert runner.kv_pool is not None
         allocator = SlotAllocator(slots or runner.kv_pool.num_slots, 1)
         table = SlotTable(ROWS, runner.max_context_len, runner.device)
         runner.slot_table = table
         options = SchedulerOptions(max_running_requests=together, chunked_prefill_size=48)
-        return Scheduler(options, allocator, RadixCache(allocator, enabled=caching), table)
+        cache = RadixCache(allocator, enabled=caching)
+        return Scheduler(options, allocator, cache, table, worker.usable_prefix, worker.before_release)
 
     engine = Engine(
-        make_worker(runner, tokenizer.eos_token_ids),
+        worker,
         scheduler,
         tokenizer,
         runner.files.config.vocab_size,

@@ -38,7 +38,7 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(request, ChatBody, deps)
         tokenizer = deps.tokenizer()
-        speculation = body.speculation_params(deps.speculative_algorithm)
+        speculation = body.speculation_params(deps.speculative_algorithms)
         prompt = await chat_prompt(tokenizer, body, with_tools=body.tool_choice != "none")
         renamed = body.max_completion_tokens is not None
         max_tokens = resolve_max_tokens(

@@ -49,7 +49,7 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
     async def completions(request: Request) -> Response:
         body = await read_body(request, CompletionBody, deps)
         tokenizer = deps.tokenizer()
-        speculation = body.speculation_params(deps.speculative_algorithm)
+        speculation = body.speculation_params(deps.speculative_algorithms)
         prompts = await encode_prompts(tokenizer, body.prompt, body.add_special_tokens is not False)
         max_tokens = max(
             resolve_max_tokens(

@@ -269,7 +269,7 @@ def make_app(engine: FakeEngine, status: FakeStatus | None = None, /, **changes:
         "status": status or FakeStatus(),
         "server_info": lambda: {"version": "9.9", "stage": "ready"},
         "served_model_name": MODEL,
-        "speculative_algorithm": "ngram",
+        "speculative_algorithms": ("none", "ngram"),
         "max_request_bytes": 100_000,
     }
     deps = ServerDeps(**{**parts, **changes})

@@ -17,7 +17,7 @@ from containers.application import ApplicationContainer
 from engine.plain_worker import PlainWorker
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
-from speculative.ngram_worker import NgramWorker
+from speculative.drafting_worker import DraftingWorker
 from tests.engine.fakes import Receiver
 from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
@@ -106,7 +106,7 @@ def test_the_target_sizes_its_pool_with_the_drafters_in_mind(model: Path) -> Non
         assert container.target.draft_layouts() == [container.draft.runner().kv_layout]
 
 
-@pytest.mark.parametrize(("algorithm", "kind"), [("none", PlainWorker), ("ngram", NgramWorker)])
+@pytest.mark.parametrize(("algorithm", "kind"), [("none", PlainWorker), ("ngram", DraftingWorker)])
 def test_the_algorithm_selects_the_worker(model: Path, algorithm: str, kind: type) -> None:
     assert type(make_container(model, speculative_algorithm=algorithm).worker()) is kind
 

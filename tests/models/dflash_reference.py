@@ -110,11 +110,11 @@ class ReferenceDrafter:
             self.keys[layer] = torch.cat([self.keys[layer], key])
             self.values[layer] = torch.cat([self.values[layer], value])
 
-    def draft(self, target: PreTrainedModel, last: int) -> torch.Tensor:
-        """Logits [block, vocab] of [last, mask, …], which stands right behind what was learnt."""
+    def draft(self, target: PreTrainedModel, last: int, start: int | None = None) -> torch.Tensor:
+        """Logits [block, vocab] of [last, mask, …] at position `start` (default: right behind what was learnt)."""
         own = self.config["dflash_config"]
         size = own.get("block_size", self.config["block_size"])
-        start = len(self.keys[0])
+        start = len(self.keys[0]) if start is None else start
         ids = torch.tensor([last, *[own["mask_token_id"]] * (size - 1)])
         scale = own.get("input_embedding_scale")
         embed = target.get_input_embeddings()

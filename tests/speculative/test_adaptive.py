@@ -14,6 +14,7 @@ import pytest
 from speculative.adaptive import AcceptRates, Candidate, PayoffController, StepCostModel
 
 LIMIT = 7
+LEVELS = range(LIMIT)  # of confidence, by position
 Curve = Callable[[int], float]
 
 
@@ -48,17 +49,18 @@ def simulate(
 ) -> float:
     """Seconds a token, all of `requests` that decode side by side. `accept_rate` is by step."""
     rng = random.Random(seed)
-    rates = [AcceptRates() for _ in range(requests)]
+    everyone = AcceptRates()
+    rates = [AcceptRates(everyone) for _ in range(requests)]
     seconds = tokens = 0.0
     for step in range(steps):
-        counts = controller.plan([Candidate(r, 0, LIMIT) for r in rates], requests)
+        counts = controller.plan([Candidate(r, LEVELS) for r in rates], requests)
         rows = requests + sum(counts)
         took = cost(rows) * (1 + noise * rng.random())
         controller.observe_step(rows, took)
         seconds += took
         for own, count in zip(rates, counts, strict=True):
             accepted = emitted(rng, count, accept_rate(step))
-            controller.observe(own, 0, count, accepted)
+            controller.observe(own, LEVELS[:count], accepted)
             tokens += accepted + 1
     return seconds / tokens
 
@@ -114,12 +116,12 @@ def test_drafting_resumes_after_drafts_have_become_right() -> None:
 def test_unverified_drafts_can_be_observed_so_that_drafting_resumes_at_once() -> None:
     controller = PayoffController()
     rates = AcceptRates()
-    offers = [Candidate(rates, 0, LIMIT)]
+    offers = [Candidate(rates, LEVELS)]
 
     def plan_after(accepted: int, steps: int) -> int:
         for _ in range(steps):
             controller.plan([], 1)
-            controller.observe(rates, 0, 1, accepted)
+            controller.observe(rates, [0], accepted)
         measure(controller, linear(0.2))
         return controller.plan(offers, 1)[0]
 
@@ -161,18 +163,18 @@ def measure(controller: PayoffController, cost: Curve, most_rows: int = 64) -> N
 def always(accepted: bool) -> AcceptRates:
     rates = AcceptRates()
     for _ in range(100):
-        rates.observe(0, LIMIT, LIMIT * accepted, step=0)
+        rates.observe(LEVELS, LIMIT * accepted, step=0)
     return rates
 
 
 def test_nothing_is_drafted_before_plain_steps_are_measured() -> None:
     controller = PayoffController()
-    assert controller.plan([Candidate(always(True), 0, LIMIT)], 1) == [0]
+    assert controller.plan([Candidate(always(True), LEVELS)], 1) == [0]
 
 
 def test_a_step_tries_at_most_double_the_rows_measured() -> None:
     controller = measured(linear(0.0), most_rows=2)
-    assert controller.plan([Candidate(always(True), 0, LIMIT)], 1) == [3]
+    assert controller.plan([Candidate(always(True), LEVELS)], 1) == [3]
 
 
 @pytest.mark.parametrize(("gain", "drafted"), [(0.005, 0), (0.05, 1)])
@@ -180,13 +182,13 @@ def test_drafts_that_hardly_pay_are_not_worth_the_risk(gain: float, drafted: int
     controller = measured(lambda rows: 1.0 if rows == 1 else 2.0 / (1 + gain))  # for one token, or two
     rates = always(True)
     for _ in range(100):
-        controller.observe(rates, 0, 1, 1)
-    assert controller.plan([Candidate(rates, 0, 1)], 1) == [drafted]
+        controller.observe(rates, [0], 1)
+    assert controller.plan([Candidate(rates, [0])], 1) == [drafted]
 
 
 def test_a_draft_is_never_longer_than_offered() -> None:
     controller = measured(linear(0.0))
-    candidates = [Candidate(always(True), 0, length) for length in (3, 0, 5)]
+    candidates = [Candidate(always(True), range(length)) for length in (3, 0, 5)]
     assert controller.plan(candidates, 3) == [3, 0, 5]
     assert controller.plan([], 3) == []
 
@@ -194,7 +196,7 @@ def test_a_draft_is_never_longer_than_offered() -> None:
 def test_rows_go_to_the_request_whose_drafts_are_accepted() -> None:
     controller = measured(lambda rows: 1.0 if rows <= 9 else 2.0)
     good, bad = always(True), always(False)
-    assert controller.plan([Candidate(bad, 0, LIMIT), Candidate(good, 0, LIMIT)], 2) == [0, LIMIT]
+    assert controller.plan([Candidate(bad, LEVELS), Candidate(good, LEVELS)], 2) == [0, LIMIT]
 
 
 def test_rates_are_kept_by_confidence() -> None:
@@ -202,34 +204,46 @@ def test_rates_are_kept_by_confidence() -> None:
     controller = measured(linear(0.1))
     rates = AcceptRates()
     for _ in range(100):
-        controller.observe(rates, 8, LIMIT, LIMIT)
-        controller.observe(rates, 1, LIMIT, 0)
-    assert controller.plan([Candidate(rates, 8, LIMIT), Candidate(rates, 1, LIMIT)], 2) == [LIMIT, 0]
+        controller.observe(rates, range(8, 8 + LIMIT), LIMIT)
+        controller.observe(rates, range(1, 1 + LIMIT), 0)
+    assert controller.plan(
+        [Candidate(rates, range(8, 8 + LIMIT)), Candidate(rates, range(1, 1 + LIMIT))], 2
+    ) == [LIMIT, 0]
 
 
 def test_confidence_above_the_highest_level_counts_as_that() -> None:
-    rates = AcceptRates()
+    rates = AcceptRates(guesses=[0.0] * 16)
     for _ in range(50):
-        rates.observe(100, 1, 1, step=0)
-    assert rates.chances([0.0] * 16, 15, 2) == rates.chances([0.0] * 16, 200, 2)
-    assert rates.chances([0.0] * 16, 14, 1) == [0.0]
+        rates.observe([100], 1, step=0)
+    assert rates.chances([15, 16]) == rates.chances([200, 300])
+    assert rates.chances([15])[0] > 0.9
+    assert rates.chances([14]) == [0.0]
+
+
+def test_a_level_not_seen_is_held_to_be_what_is_guessed() -> None:
+    assert AcceptRates(guesses=[0.1] * 15 + [0.9]).chances([0, 15]) == pytest.approx([0.1, 0.09])
+    follows_the_level_below = AcceptRates()
+    for _ in range(100):
+        follows_the_level_below.observe([3], 1, step=0)
+    assert follows_the_level_below.chances([8])[0] > 0.95
 
 
 def test_old_observations_give_way_to_new_ones() -> None:
     rates = AcceptRates()
     for _ in range(1000):
-        rates.observe(0, 1, 1, step=0)
+        rates.observe([0], 1, step=0)
     assert rates.alone()[0] > 0.95
     for _ in range(20):
-        rates.observe(0, 1, 0, step=1000)
+        rates.observe([0], 0, step=1000)
     assert rates.alone()[0] < 0.2
 
 
 def test_a_new_request_starts_from_what_others_saw() -> None:
     controller = measured(linear(0.5))
+    everyone = AcceptRates()
     for _ in range(100):
-        controller.observe(AcceptRates(), 0, LIMIT, 0)
-    assert controller.plan([Candidate(AcceptRates(), 0, LIMIT)], 1) == [0]
+        controller.observe(AcceptRates(everyone), LEVELS, 0)
+    assert controller.plan([Candidate(AcceptRates(everyone), LEVELS)], 1) == [0]
 
 
 def test_the_cost_of_a_step_is_a_median_between_neighbours() -> None:

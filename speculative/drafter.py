@@ -1,0 +1,100 @@
+"""What the drafting worker asks of a model that drafts, and what all such models keep: which KV slots they filled."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+
+from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
+from engine.sampler import SamplingRow
+from engine.worker import SequenceStep
+from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
+
+
+class Drafter(ABC):
+    """A drafting model over the target's slots: a token's keys and values lie at the same slot in both pools.
+
+    The target fills slots that the drafter does not (those of requests that opted out, or of a tree that is older
+    than the drafter's interest), so each slot has a bit that says whether the drafter has filled it for the token
+    that is in it. What a block needs beside its context goes to scratch slots behind the target's, some for each row
+    of the slot table. A request has the same row in both tables.
+    """
+
+    name: ClassVar[str]  # of its algorithm
+    capture_layers: tuple[
+        int, ...
+    ] = ()  # of the target, whose outputs the drafter reads; known once it is loaded
+
+    def __init__(self, runner: ModelRunner, num_draft_tokens: int, vocab_size: int) -> None:
+        """`num_draft_tokens` counts verified rows, the last token included. `vocab_size` is the target's."""
+        self.runner = runner
+        self.num_draft_tokens = num_draft_tokens
+        self.vocabulary = DraftVocabulary(vocab_size)
+        self.valid = torch.empty(0, dtype=torch.bool)
+
+    @property
+    def promised_accept_length(self) -> float | None:
+        """What the model's card says, if it says so."""
+        return None
+
+    def prepare(self) -> None:
+        """Start-up, once the runner is up."""
+        pool = self.runner.kv_pool
+        assert pool is not None
+        self.valid = torch.zeros(pool.num_slots, dtype=torch.bool, device=self.runner.device)
+
+    def time_draft(self) -> float:
+        """Seconds that a draft for one request takes. For start-up, when all slots are free."""
+        request = Request("warm-up", [0, 0], SamplingParams(temperature=0.0), sink=lambda event: None)
+        request.slots, request.cached_len, request.table_row = [0], 1, 0
+
+        def sampling_row(request: Request, vocab_size: int, drafts: tuple[int, ...]) -> SamplingRow:
+            return SamplingRow.of(request, (), drafts=drafts)
+
+        start = time.perf_counter()
+        self.propose([request], [self.num_draft_tokens - 1], sampling_row)
+        seconds = time.perf_counter() - start
+        self.forget(request)
+        return seconds
+
+    @abstractmethod
+    def room(self, request: Request) -> int:
+        """The most tokens that a draft for `request` could have now."""
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        """How many of `slots`, a cached prefix, the target need not compute again for this drafter."""
+        return len(slots)
+
+    def target_wrote(
+        self, steps: Sequence[SequenceStep], slots: torch.Tensor, captured: Mapping[int, torch.Tensor]
+    ) -> None:
+        """The target has computed `steps`, the tokens of which are in `slots` ([T], in order): whatever the drafter
+        had there belongs to other tokens. `captured` are the outputs of `capture_layers`, [T, hidden_size] each."""
+        self.valid.index_fill_(0, slots, False)
+
+    @abstractmethod
+    def committed(self, request: Request, num_tokens: int) -> None:
+        """Of `request`, the last `num_tokens` that are computed were so in the last pass. They stay."""
+
+    def moved(self, request: Request, old_slots: Sequence[int]) -> None:
+        """The tokens of `request` are in other slots than `old_slots` now: the tree had them already."""
+        self.forget(request)
+
+    @abstractmethod
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        """Draft at most `limits[i]` tokens to follow the last one of `requests[i]`."""
+
+    @abstractmethod
+    def forget(self, request: Request) -> None:
+        """`request` gives its slots back, which others may find in the tree or fill anew."""
+
+    def tensor(self, values: Sequence[int]) -> torch.Tensor:
+        """[N] int64 on the drafter's device."""
+        return torch.tensor(values, dtype=torch.int64, device=self.runner.device)

@@ -1,0 +1,243 @@
+"""The worker that drafts: by looking up what the text said before, by a drafting model, or not at all, whichever
+is measured to pay for each request in each step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.request import Request
+from engine.runner import ModelRunner
+from engine.worker import SequenceStep, StepOutput
+from speculative.adaptive import SAMPLES, TIMES_NEEDED, AcceptRates, Candidate, PayoffController, Prospect
+from speculative.alarm import AcceptAlarm
+from speculative.drafter import Drafter
+from speculative.ngram import NgramIndex
+from speculative.options import SpeculativeOptions
+from speculative.proposal import LEVEL_GUESSES, Proposal
+from speculative.worker import SpeculativeWorker
+
+_NOTHING = Proposal()
+# What a draft is taken to be worth while there has not been one: enough to try.
+_FIRST_DRAFT = tuple(0.7**j for j in range(1, 8))
+
+
+@dataclass(slots=True)
+class _Source:
+    """Drafts of one kind for one request: their accept rates, and the last one."""
+
+    rates: AcceptRates
+    proposal: Proposal = _NOTHING
+
+
+@dataclass(slots=True)
+class _Drafting:
+    """What is kept for a request. `recent` are the chances that its last drafts of the model had."""
+
+    lookup: _Source
+    model: _Source
+    index: NgramIndex | None = None
+    recent: deque[list[float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+
+class DraftingWorker(SpeculativeWorker):
+    """Drafts of prompt lookup and of a drafting model, verified by the target, under pay-off control."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        eos_token_ids: frozenset[int],
+        options: SpeculativeOptions,
+        controller: PayoffController,
+        drafter: Drafter | None = None,
+    ) -> None:
+        super().__init__(runner, eos_token_ids)
+        self._options = options
+        self._controller = controller
+        self._drafter = drafter
+        promised = None if drafter is None else drafter.promised_accept_length
+        self._alarm = None if promised is None else AcceptAlarm(promised)
+        self._lookup_rates = AcceptRates()
+        self._model_rates = AcceptRates(guesses=LEVEL_GUESSES)
+        self._recent = deque([list(_FIRST_DRAFT)], maxlen=SAMPLES)  # of all requests
+        self._drafting: dict[Request, _Drafting] = {}
+        self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
+
+    def warm_up(self) -> None:
+        """Time passes of one row, of blocks, and drafts, so that the first requests need not try out what they cost."""
+        super().warm_up()
+        if self._drafter is not None:
+            self._drafter.prepare()
+            self._drafter.time_draft()
+        most = min(self._options.num_draft_tokens, self.runner.max_context_len)
+        sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+        for rows in sizes * TIMES_NEEDED:
+            self._controller.observe_step(rows, self.runner.time_pass(rows))
+        for _ in range(TIMES_NEEDED):
+            if self._drafter is not None:
+                self._controller.observe_drafting(1, self._drafter.time_draft())
+
+    def max_draft_tokens(self, request: Request) -> int:
+        asked = request.speculation.num_draft_tokens
+        most = 0
+        if self._looks_up(request):
+            most = (asked or self._options.num_draft_tokens) - 1
+        if self._drafter is not None and self._uses_model(request):
+            room = self._drafter.room(request)
+            most = max(most, room if asked is None else min(room, asked - 1))
+        return most
+
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+        states = [self._state(request) for request in requests]
+        for request, state, limit in zip(requests, states, limits, strict=True):
+            state.model.proposal = _NOTHING
+            state.lookup.proposal = self._look_up(request, state, limit)
+        rate = self._run_model(requests, states, limits, rows)
+        chosen = [self._better(state) for state in states]
+        lengths = self._controller.plan(
+            [Candidate(source.rates, source.proposal.levels) for source in chosen], rows, rate
+        )
+        return [source.proposal.token_ids[:length] for source, length in zip(chosen, lengths, strict=True)]
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
+        start = time.perf_counter()
+        outputs = super().forward(steps)
+        rows = sum(step.num_tokens + len(step.drafts) for step in steps)
+        self._controller.observe_step(rows, time.perf_counter() - start)
+        return outputs
+
+    def run_pass(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+        drafter = self._drafter
+        if drafter is None:
+            return super().run_pass(steps)
+        following = [step for step in steps if self._uses_model(step.request) and drafter.room(step.request)]
+        batch = self.runner.batch(steps, drafter.capture_layers if following else ())
+        result = self.runner.forward(batch)
+        drafter.target_wrote(steps, batch.out_slots, result.captured)
+        for step in following:
+            if step.samples and step.num_tokens > 1:
+                self._prompt_slots[step.request] = list(step.request.slots)
+        return result.logits
+
+    def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
+        if self._drafter is not None and self._uses_model(request):
+            self._drafter.committed(request, step.num_tokens + max(0, emitted - 1))
+            before = self._prompt_slots.pop(request, None)
+            if before is not None and before[: request.tree_len] != request.slots[: request.tree_len]:
+                self._drafter.moved(request, before[: request.tree_len])
+        state = self._drafting.get(request)
+        if state is None or not emitted:
+            return
+        self._learn(state.lookup, request, emitted)
+        tried, agreed = self._learn(state.model, request, emitted)
+        if self._alarm is not None and tried and request.sampling.temperature == 0:
+            self._alarm.observe(tried, agreed)
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        if self._drafter is None or not self._uses_model(request):
+            return len(slots)
+        return self._drafter.usable_prefix(request, slots)
+
+    def before_release(self, request: Request) -> None:
+        self._prompt_slots.pop(request, None)
+        if self._drafter is not None:
+            self._drafter.forget(request)
+
+    def gauges(self) -> Mapping[str, float]:
+        return {} if self._alarm is None else self._alarm.gauges()
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self._drafting.pop(request, None)
+
+    def _algorithm(self, request: Request) -> str:
+        return request.speculation.algorithm or self._options.algorithm
+
+    def _looks_up(self, request: Request) -> bool:
+        return self._algorithm(request) in ("ngram", "auto")
+
+    def _uses_model(self, request: Request) -> bool:
+        return self._drafter is not None and self._algorithm(request) in (self._drafter.name, "auto")
+
+    def _state(self, request: Request) -> _Drafting:
+        state = self._drafting.get(request)
+        if state is None:
+            state = self._drafting[request] = _Drafting(
+                _Source(AcceptRates(self._lookup_rates)),
+                _Source(AcceptRates(self._model_rates)),
+            )
+        return state
+
+    def _look_up(self, request: Request, state: _Drafting, limit: int) -> Proposal:
+        if not self._looks_up(request):
+            return _NOTHING
+        index = state.index
+        if index is None:
+            index = state.index = NgramIndex(self._options.ngram_min_match, self._options.ngram_max_match)
+        index.extend(request.token_ids(len(index), request.num_tokens))
+        draft = index.propose(limit)
+        first = draft.match_length
+        return Proposal(draft.token_ids, tuple(range(first, first + len(draft.token_ids))))
+
+    def _run_model(
+        self, requests: Sequence[Request], states: Sequence[_Drafting], limits: Sequence[int], rows: int
+    ) -> float | None:
+        """Have the model draft for the requests that it pays for. Returns the rate expected of the step, if any does."""
+        drafter = self._drafter
+        if drafter is None:
+            return None
+        rooms = [
+            min(limit, drafter.room(request)) if self._uses_model(request) else 0
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        if not any(rooms):
+            return None
+        prospects = [
+            Prospect(
+                self._expected(state, room) if room else (),
+                state.lookup.rates.chances(state.lookup.proposal.levels),
+            )
+            for state, room in zip(states, rooms, strict=True)
+        ]
+        choice = self._controller.choose(prospects, rows)
+        if not choice.drafting:
+            return None
+        start = time.perf_counter()
+        proposals = drafter.propose(
+            [requests[i] for i in choice.drafting], [rooms[i] for i in choice.drafting], self.sampling_row
+        )
+        self._controller.observe_drafting(len(proposals), time.perf_counter() - start)
+        for i, proposal in zip(choice.drafting, proposals, strict=True):
+            source = states[i].model
+            source.proposal = proposal
+            chances = source.rates.chances(proposal.levels)
+            states[i].recent.append(chances)
+            self._recent.append(chances)
+        return choice.rate
+
+    def _expected(self, state: _Drafting, room: int) -> list[list[float]]:
+        """Chances of SAMPLES drafts like which the next one may be: the request's last ones, or else any."""
+        recent = [*self._recent, *state.recent][-SAMPLES:] * SAMPLES
+        return [chances[:room] for chances in recent[-SAMPLES:]]
+
+    @staticmethod
+    def _better(state: _Drafting) -> _Source:
+        if not state.model.proposal.token_ids:
+            return state.lookup
+        return max(
+            (state.model, state.lookup), key=lambda source: sum(source.rates.chances(source.proposal.levels))
+        )
+
+    def _learn(self, source: _Source, request: Request, emitted: int) -> tuple[int, int]:
+        """Compare the last draft with what was emitted, verified or not, so that drafting resumes as soon as it would
+        pay. How many of its tokens could be compared, and how many of those agreed before the first that did not."""
+        proposal, source.proposal = source.proposal, _NOTHING
+        pairs = list(zip(proposal.token_ids, request.output_ids[-emitted:], strict=False))
+        agreed = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
+        if pairs:
+            self._controller.observe(source.rates, proposal.levels[: len(pairs)], agreed)
+        return len(pairs), agreed

@@ -1,0 +1,115 @@
+"""What a drafting model proposes, and how its tokens are chosen from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.noise import gumbel_at
+from engine.request import Request
+from engine.sampler import SamplingRow, keep, sample, scale
+
+# Levels of confidence are where a drafter's own probability of its token lies between these.
+BOUNDS = np.array([0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.43, 0.52, 0.61, 0.7, 0.78, 0.86, 0.92, 0.97])
+# What each level is worth before anything is known: the middle of its range, as if the drafter were calibrated.
+LEVEL_GUESSES = tuple(((np.concatenate(([0.0], BOUNDS)) + np.concatenate((BOUNDS, [1.0]))) / 2).tolist())
+# Of a row that is sampled only so many of the best tokens get noise: the rest is next to never drawn.
+_CANDIDATES = 256
+
+Row = npt.NDArray[np.float32]
+MakeSamplingRow = Callable[[Request, int, tuple[int, ...]], SamplingRow]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens to follow a request's last one, and the confidence in each, a level that its accept rate is kept by."""
+
+    token_ids: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """How columns of a drafter's logits map to the target's tokens.
+
+    `token_ids` [V'] of each column, None where they are the tokens; `size` is the target's vocabulary.
+    """
+
+    size: int
+    token_ids: npt.NDArray[np.int64] | None = None
+
+    def tokens(self, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The target's ids of `columns` [N]."""
+        return columns if self.token_ids is None else self.token_ids[columns]
+
+
+def choose(
+    logits: torch.Tensor,
+    request: Request,
+    vocabulary: DraftVocabulary,
+    sampling_row: MakeSamplingRow,
+    before: Proposal = Proposal(),
+) -> Proposal:
+    """`before`, and a token for each row of `logits` [n, V'] float32: the n tokens that follow it.
+
+    A greedy request gets the best of each row. A sampled one gets what the target would draw from these logits: with
+    its temperature, filters and noise at that position. Penalties, bias and min_tokens apply as they will to the
+    target's.
+    """
+    rows = logits.cpu().numpy()
+    if sampling_row(request, vocabulary.size, before.token_ids).adjusts_logits:
+        tokens, chances = _adjusted(rows, request, vocabulary, sampling_row, before.token_ids)
+    elif request.sampling.temperature == 0:
+        columns = rows.argmax(axis=-1)
+        best = rows[np.arange(len(rows)), columns]
+        tokens = vocabulary.tokens(columns).tolist()
+        chances = (1.0 / np.exp(rows - best[:, None]).sum(axis=-1)).tolist()
+    else:
+        first = request.num_tokens + len(before.token_ids)
+        drawn = [_draw(row, request, first + j, vocabulary) for j, row in enumerate(rows)]
+        tokens, chances = [token for token, _ in drawn], [chance for _, chance in drawn]
+    levels = np.searchsorted(BOUNDS, chances).tolist()
+    return Proposal(before.token_ids + tuple(tokens), before.levels + tuple(levels))
+
+
+def _draw(row: Row, request: Request, position: int, vocabulary: DraftVocabulary) -> tuple[int, float]:
+    """The token at `position`, and its probability."""
+    params, size = request.sampling, len(row)
+    columns = np.arange(size)
+    if size > _CANDIDATES:
+        columns = np.sort(np.argpartition(row, size - _CANDIDATES)[size - _CANDIDATES :])
+    scaled = scale(row[columns], params.temperature)
+    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        kept = keep(scaled, params.top_k, params.top_p, params.min_p)
+        columns, scaled = columns[kept], scaled[kept]
+    ids = vocabulary.tokens(columns)
+    best = int((scaled + gumbel_at(request.seed, request.choice, position, ids)).argmax())
+    weights = np.exp(scaled)
+    return int(ids[best]), float(weights[best] / weights.sum())
+
+
+def _adjusted(
+    rows: Row,
+    request: Request,
+    vocabulary: DraftVocabulary,
+    sampling_row: MakeSamplingRow,
+    before: tuple[int, ...],
+) -> tuple[list[int], list[float]]:
+    """By the target's own sampler, token after token, over all of its vocabulary."""
+    tokens: list[int] = []
+    chances = []
+    for row in rows:
+        full = row
+        if vocabulary.token_ids is not None:
+            full = np.full(vocabulary.size, -np.inf, dtype=np.float32)
+            full[vocabulary.token_ids] = row
+        after = sampling_row(request, vocabulary.size, before + tuple(tokens))
+        (token,) = sample(torch.from_numpy(full[None]), [after]).token_ids
+        weights = np.exp(full - full.max())
+        tokens.append(token)
+        chances.append(float(weights[token] / weights.sum()))
+    return tokens, chances

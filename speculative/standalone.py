@@ -1,0 +1,140 @@
+"""Drafting with a small model of the target's tokenizer: one token after another, for all requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from backends.forward import ForwardBatch, ForwardMode
+from engine.request import Request
+from engine.runner import ModelRunner
+from speculative.drafter import Drafter
+from speculative.proposal import LEVEL_GUESSES, DraftVocabulary, MakeSamplingRow, Proposal, choose
+
+# A chain ends where it is less likely than this that all of it is right, by the model's own word.
+GIVE_UP = 0.1
+MAX_EXTEND = 512  # tokens of a pass in which the model catches up
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tokens of one request, from `position` on, that go through the model, and the slots for them."""
+
+    request: Request
+    position: int
+    token_ids: list[int]
+    slots: list[int]
+
+    def cut(self, length: int) -> _Part:
+        """Take off the first `length` tokens, which are returned."""
+        first = _Part(self.request, self.position, self.token_ids[:length], self.slots[:length])
+        self.position += length
+        del self.token_ids[:length], self.slots[:length]
+        return first
+
+
+class Standalone(Drafter):
+    """Reads what it lacks of a text itself, from its tokens, when it is next asked for a draft."""
+
+    name = "standalone"
+
+    def __init__(self, runner: ModelRunner, num_draft_tokens: int, vocab_size: int) -> None:
+        super().__init__(runner, num_draft_tokens, vocab_size)
+        self._known: dict[Request, int] = {}  # leading tokens that the model has
+        self._first_scratch = self._limit = 0
+
+    def prepare(self) -> None:
+        super().prepare()
+        pool, table = self.runner.kv_pool, self.runner.slot_table
+        assert pool is not None and table is not None
+        rows, width = table.tensor.shape
+        self._first_scratch = pool.num_slots - rows * self.num_draft_tokens
+        self._limit = min(self.runner.context_len, width)
+        # Models of one tokenizer may be padded to different sizes.
+        own = self.runner.files.config.vocab_size
+        if own < self.vocabulary.size:
+            self.vocabulary = DraftVocabulary(self.vocabulary.size, np.arange(own))
+
+    def room(self, request: Request) -> int:
+        """The last draft is never read, so it needs no place."""
+        return max(0, min(self.num_draft_tokens - 1, self._limit - request.num_tokens + 1))
+
+    @torch.inference_mode()
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        parts = [self._new_tokens(request) for request in requests]
+        for part in parts:
+            while len(part.slots) > MAX_EXTEND:
+                self._pass([part.cut(MAX_EXTEND)])
+        proposals = [Proposal()] * len(requests)
+        chances = np.ones(len(requests))
+        active = list(range(len(requests)))
+        for j in range(max(limits)):
+            logits = self._pass([parts[i] for i in active])
+            for row, i in enumerate(active):
+                request = requests[i]
+                proposal = choose(logits[row : row + 1], request, self.vocabulary, sampling_row, proposals[i])
+                proposals[i] = proposal
+                chances[i] *= LEVEL_GUESSES[proposal.levels[-1]]
+                slot = self._scratch(request)[min(j + 1, self.num_draft_tokens - 1)]
+                parts[i] = _Part(request, request.num_tokens + j, [proposal.token_ids[-1]], [slot])
+            active = [i for i in active if j + 1 < limits[i] and chances[i] > GIVE_UP]
+            if not active:
+                break
+        for request in requests:
+            self._known[request] = request.cached_len
+            self.valid.index_fill_(0, self.tensor(request.slots[: request.cached_len]), True)
+        return proposals
+
+    def committed(self, request: Request, num_tokens: int) -> None:
+        """It reads them when it is next asked."""
+
+    def forget(self, request: Request) -> None:
+        self._known.pop(request, None)
+
+    def _new_tokens(self, request: Request) -> _Part:
+        """The tokens that the model has not seen, up to the last one, whose place in the table's row is a scratch
+        slot, as are those of the drafts to come."""
+        table = self.runner.slot_table
+        assert table is not None
+        known, end = self._known.get(request, -1), request.cached_len
+        start = known
+        if known < 0:
+            slots = self.tensor(request.slots[:end])
+            missing = (~self.valid[slots]).nonzero()
+            known, start = (int(missing[0]) if len(missing) else end), 0
+        room = table.tensor.shape[1] - start
+        table.write(request.table_row, start, [*request.slots[start:end], *self._scratch(request)][:room])
+        ids = request.token_ids(known, request.num_tokens)
+        return _Part(request, known, ids, [*request.slots[known:end], self._scratch(request)[0]])
+
+    def _pass(self, parts: Sequence[_Part]) -> torch.Tensor:
+        """Logits of the last token of each part, [len(parts), V] float32."""
+        pool, table = self.runner.kv_pool, self.runner.slot_table
+        assert pool is not None and table is not None
+        lengths = [len(part.slots) for part in parts]
+        return self.runner.forward(
+            ForwardBatch(
+                mode=ForwardMode.DECODE if max(lengths) == 1 else ForwardMode.DRAFT_EXTEND,
+                input_ids=self.tensor([token for part in parts for token in part.token_ids]),
+                positions=self.tensor(
+                    [p for part in parts for p in range(part.position, part.position + len(part.slots))]
+                ),
+                out_slots=self.tensor([slot for part in parts for slot in part.slots]),
+                query_lens=tuple(lengths),
+                context_lens=tuple(part.position + len(part.slots) for part in parts),
+                slot_table=table.tensor,
+                table_rows=tuple(part.request.table_row for part in parts),
+                logits_rows=self.tensor([end - 1 for end in accumulate(lengths)]),
+                kv_pool=pool,
+            )
+        ).logits[:, : self.vocabulary.size]
+
+    def _scratch(self, request: Request) -> range:
+        first = self._first_scratch + request.table_row * self.num_draft_tokens
+        return range(first, first + self.num_draft_tokens)

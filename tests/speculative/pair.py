@@ -1,0 +1,253 @@
+"""A tiny target and a random DFlash drafter, the engine around them, and what the drafter should have proposed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from backends.options import AttentionOptions
+from engine.allocator import SlotAllocator
+from engine.engine import Engine
+from engine.options import CacheOptions, SchedulerOptions
+from engine.radix_cache import RadixCache
+from engine.request import Request, SamplingParams, SpeculationParams, SpeculationStats
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.slot_table import SlotTable
+from engine.tokenizer import Tokenizer, load_tokenizer
+from models.loader import inspect_model, load_drafter
+from models.options import ModelOptions
+from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
+from speculative.dflash import DFlash
+from speculative.drafting_worker import DraftingWorker
+from speculative.options import Algorithm, SpeculativeOptions
+from speculative.proposal import MakeSamplingRow, Proposal
+from tests.engine.fakes import Receiver
+from tests.lossless import ROWS
+from tests.models.dflash_reference import ReferenceDrafter, make_drafter
+from tests.tiny_model import save_tiny_model
+
+SLOTS = 1024
+BLOCK = 6
+
+
+@dataclass
+class Pair:
+    """Both models, started, and where they are saved."""
+
+    target: ModelRunner
+    draft: ModelRunner
+    reference: LlamaForCausalLM
+    draft_folder: Path
+    tokenizer: Tokenizer
+
+    @classmethod
+    def make(cls, folder: Path, context: int = 512, draft_context: int = 512) -> Pair:
+        shape = {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "initializer_range": 0.3,  # what it writes is to depend on what it has read
+        }
+        (folder / "target").mkdir()
+        target = save_tiny_model(folder / "target", max_position_embeddings=context, **shape)
+        make_drafter(
+            folder / "draft",
+            vocab_size=257,
+            block_size=BLOCK,
+            max_position_embeddings=draft_context,
+        )
+        cache = CacheOptions(max_total_tokens=SLOTS)
+
+        def options(model: Path) -> ModelOptions:
+            return ModelOptions(model=str(model), dtype="float32", device="cpu")
+
+        runner = ModelRunner(
+            "target", inspect_model(options(target)), options(target), cache, AttentionOptions(), ROWS
+        )
+        drafting = options(folder / "draft")
+        draft = ModelRunner(
+            "draft",
+            inspect_model(drafting, drafter=True),
+            drafting,
+            cache,
+            AttentionOptions(),
+            ROWS,
+            target=runner,
+            scratch_slots=ROWS * BLOCK,
+            load_weights=load_drafter,
+        )
+        for one in (runner, draft):
+            one.load()
+        for one in (runner, draft):
+            one.init_attention_backends()
+        reference = LlamaForCausalLM.from_pretrained(target)
+        return cls(runner, draft, reference, folder / "draft", load_tokenizer(runner.files))
+
+    def proposals_of_reference(self, token_ids: Sequence[int], known: range | None = None) -> tuple[int, ...]:
+        """What a drafter proposes after `token_ids` that knows the positions `known` (None: all before the last)."""
+        model, reference = self.reference, ReferenceDrafter(self.draft_folder)
+        last = len(token_ids) - 1
+        known = range(last) if known is None else known
+        with torch.inference_mode():
+            states = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+            reference.learn([state[0][known.start : known.stop] for state in states], known.start)
+            logits = reference.draft(model, token_ids[-1], last)
+        return tuple(logits.argmax(-1)[1:].tolist())
+
+
+class Recorded(DFlash):
+    """Notes what the drafter proposes, and then corrects some of it: which tokens depends on what they are.
+
+    Thereby drafts of a random drafter are accepted, and how many are depends on the drafter alone.
+    """
+
+    def __init__(self, pair: Pair, window: int | None = None) -> None:
+        super().__init__(pair.draft, 16, pair.target.files.config.vocab_size, window)
+        self.proposed: dict[str, list[tuple[list[int], tuple[int, ...]]]] = {}
+        self.truth: Callable[[Request, int], Sequence[int]] = lambda request, count: ()
+
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        proposals = super().propose(requests, limits, sampling_row)
+        for request, proposal in zip(requests, proposals, strict=True):
+            text = request.token_ids(0, request.num_tokens)
+            self.proposed.setdefault(request.request_id, []).append((text, proposal.token_ids))
+        return [self._corrected(*each) for each in zip(requests, proposals, strict=True)]
+
+    def _corrected(self, request: Request, proposal: Proposal) -> Proposal:
+        right = self.truth(request, len(proposal.token_ids))
+        tokens = [
+            right[j] if j < len(right) and (token + j) % 3 else token
+            for j, token in enumerate(proposal.token_ids)
+        ]
+        return Proposal(tuple(tokens), proposal.levels)
+
+
+class Everything(PayoffController):
+    """Has everything drafted and verified."""
+
+    def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
+        return Choice([i for i, prospect in enumerate(prospects) if prospect.drafts], 0.0)
+
+    def plan(self, candidates: Sequence[Candidate], rows: int, rate: float | None = None) -> list[int]:
+        return [len(candidate.levels) for candidate in candidates]
+
+
+@dataclass
+class Reply:
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stats: SpeculationStats
+    cached_tokens: int
+    proposed: list[tuple[list[int], tuple[int, ...]]]
+
+    @property
+    def accept_length(self) -> float:
+        return self.stats.verify_emitted_tokens / self.stats.verify_steps
+
+
+@dataclass
+class Served:
+    """An engine with a DFlash worker. `truth` is what plain decoding writes, by prompt."""
+
+    engine: Engine
+    scheduler: Scheduler
+    worker: DraftingWorker
+    drafter: Recorded
+    names: int = 0
+    waiting: dict[str, Receiver] = field(default_factory=dict)
+
+    def start(
+        self, prompt: Sequence[int], algorithm: str | None = None, choice: int = 0, **sampling: object
+    ) -> tuple[Request, Receiver]:
+        self.names += 1
+        receiver = Receiver()
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+        request = Request(
+            f"r{self.names}",
+            list(prompt),
+            params,
+            receiver,
+            choice,
+            SpeculationParams(algorithm=algorithm),
+        )
+        return request, receiver
+
+    def finish(self, request: Request, receiver: Receiver) -> Reply:
+        last = receiver.wait()
+        assert last.error is None, last.error
+        return Reply(
+            receiver.token_ids,
+            receiver.text,
+            last.finish_reason,
+            request.stats,
+            last.cached_tokens,
+            self.drafter.proposed.get(request.request_id, []),
+        )
+
+    def ask(self, prompt: Sequence[int], algorithm: str | None = None, **sampling: object) -> Reply:
+        request, receiver = self.start(prompt, algorithm, **sampling)
+        self.engine.submit(request)
+        return self.finish(request, receiver)
+
+    def ask_together(self, *asked: tuple[Request, Receiver]) -> list[Reply]:
+        self.engine.submit(*(request for request, _ in asked))
+        return [self.finish(*each) for each in asked]
+
+
+@contextmanager
+def serving(
+    pair: Pair,
+    algorithm: Algorithm = "dflash",
+    controller: PayoffController | None = None,
+    slots: int = SLOTS,
+    window: int | None = None,
+    chunk: int = 48,
+    caching: bool = True,
+    page: int = 1,
+) -> Iterator[Served]:
+    drafter = Recorded(pair, window)
+    drafter.prepare()
+    worker = DraftingWorker(
+        pair.target,
+        pair.tokenizer.eos_token_ids,
+        SpeculativeOptions(algorithm=algorithm),
+        controller or Everything(),
+        drafter,
+    )
+    allocator = SlotAllocator(slots, page)
+    table = pair.target.slot_table = SlotTable(ROWS, pair.target.max_context_len, torch.device("cpu"))
+    options = SchedulerOptions(max_running_requests=ROWS, chunked_prefill_size=chunk)
+    scheduler = Scheduler(
+        options,
+        allocator,
+        RadixCache(allocator, enabled=caching),
+        table,
+        worker.usable_prefix,
+        worker.before_release,
+    )
+    engine = Engine(
+        worker,
+        lambda: scheduler,
+        pair.tokenizer,
+        pair.target.files.config.vocab_size,
+        lambda: pair.target.max_context_len,
+        1000,
+    )
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        assert engine.started.wait(60)
+        yield Served(engine, scheduler, worker, drafter)
+    finally:
+        engine.stop()
+        thread.join(60)
