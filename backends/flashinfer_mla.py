@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer, Workspace
-from backends.flashinfer import FP8, query_dtype, unusable_here
+from backends.flashinfer import query_dtype, unusable_here
 from backends.flashinfer_staging import Event, Lane, Lanes, PageTable, page_table, spans_of_context
 from backends.forward import ForwardBatch, ForwardMode
 from backends.handlers import AttnForwardMethod
-from backends.kv_pool import KVLayout
+from backends.kv_pool import FP8, KVLayout
 
 # Rows of one sequence from which on it costs less to decompress its prefix for them than to attend to wide entries.
 MHA_ROWS = 192

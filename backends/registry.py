@@ -41,11 +41,13 @@ class BackendSpec:
     make: gives a new backend.
     unusable: why a backend of this name cannot serve a KV layout on a device, or None if it can.
     handler: which method a pass of an MLA model takes under this name.
+    inexact: which rows have results that depend, by rounding, on what shares their pass; None if none do.
     """
 
     make: Callable[[BackendArgs], AttentionBackend]
     unusable: Callable[[torch.device, KVLayout], str | None]
     handler: Handler = by_prefix_length
+    inexact: str | None = None
 
 
 BackendSpecs = Mapping[str, BackendSpec]
@@ -59,12 +61,15 @@ _BUILT_IN: BackendSpecs = {
     TorchNativeBackend.name: BackendSpec(lambda args: TorchNativeBackend(), _runs_anywhere),
     TritonBackend.name: BackendSpec(lambda args: TritonBackend(), triton.unusable, always_absorbed),
     FlashInferBackend.name: BackendSpec(
-        lambda args: FlashInferBackend(args.device, args.workspace), flashinfer.unusable
+        lambda args: FlashInferBackend(args.device, args.workspace),
+        flashinfer.unusable,
+        inexact="prompts, and blocks verified in speculative attention mode 'prefill',",
     ),
     FlashInferMLABackend.name: BackendSpec(
         lambda args: FlashInferMLABackend(args.device, args.workspace),
         flashinfer_mla.unusable,
         flashinfer_mla.handler,
+        inexact="all rows",
     ),
 }
 

@@ -182,6 +182,14 @@ def build_attention_backends(
             resolved.prefill,
             resolved.decode,
         )
+    for name in dict.fromkeys((resolved.prefill, resolved.decode)) if role == "target" else ():
+        if (inexact := specs[name].inexact) is not None:
+            logger.warning(
+                "on %r, %s depend by rounding on what shares their pass, so a speculated text may part from a plain "
+                "one",
+                name,
+                inexact,
+            )
     for backend in backends.reachable():
         backend.stamp(resolved.prefill, resolved.decode, options.speculative_attention_mode, specs)
     return backends

@@ -24,7 +24,7 @@ from transformers import (
 from backends.flashinfer import FlashInferBackend
 from backends.flashinfer_mla import MHA_ROWS, FlashInferMLABackend, handler
 from backends.forward import ForwardMode, forward_context
-from backends.kv_pool import KVPool
+from backends.kv_pool import KVLayout, KVPool
 from backends.options import AttentionOptions
 from backends.registry import BackendSpec, BackendSpecs, installed_specs
 from backends.setup import AttentionBackends, Role, build_attention_backends
@@ -98,6 +98,7 @@ def specs_over(stand_in: StandIn) -> BackendSpecs:
         "flashinfer": BackendSpec(
             lambda args: FlashInferBackend(args.device, args.workspace, stand_in, stand_in.Event),
             lambda device, layout: "no kernels" if layout.is_latent else None,
+            inexact=installed_specs()["flashinfer"].inexact,
         ),
         "flashinfer_mla": BackendSpec(
             lambda args: FlashInferMLABackend(args.device, args.workspace, stand_in, stand_in.Event),
@@ -196,3 +197,19 @@ def test_a_few_rows_behind_a_hit_and_decode_beside_them_are_absorbed(target: Cau
     worker.called()
     worker.step({1: tokens(12, 2), 0: [3]}, {1: 12})
     assert worker.called() == MQA_CALLS
+
+
+def test_start_up_says_that_a_targets_rows_depend_on_their_company(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layout = KVLayout(1, 1, 64, 64, torch.float16)
+    for role, expected in (("target", 1), ("draft", 0)):
+        caplog.clear()
+        build_attention_backends(
+            options=AttentionOptions(attention_backend="flashinfer"),
+            role=role,
+            device=CPU,
+            layout=layout,
+            specs=specs_over(StandIn()),
+        )
+        assert sum("on 'flashinfer', prompts" in record.getMessage() for record in caplog.records) == expected
