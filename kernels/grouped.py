@@ -61,7 +61,9 @@ class Choices:
 
 def linear_by_expert(x: torch.Tensor, weights: ExpertWeights, choices: Choices) -> torch.Tensor:
     """x [R, columns], in the order of `choices`, each row times its expert's matrix transposed: [R, rows]."""
-    if len(x) > _OWN_CALL * len(choices.counts) or native.is_packed(weights.of(0)):
+    if native.is_packed(weights.of(0)):
+        return native.linear_by_expert(x, weights.of(0), weights.data, choices.counts)
+    if len(x) > _OWN_CALL * len(choices.counts):
         counts = choices.counts.tolist()
         used = [(expert, part) for expert, part in enumerate(x.split(counts)) if len(part)]
         return torch.cat([linear(part, weights.of(expert)) for expert, part in used])

@@ -94,6 +94,29 @@ def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     return out
 
 
+def linear_by_expert(
+    x: torch.Tensor, weight: PackedWeight, data: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """x [R, columns] float32, each row times its expert's packed matrix transposed: [R, rows] float32.
+
+    Expert e's matrix is `data[e]`, of the shape and format of `weight`. Rows lie by expert: counts [experts] int64 says
+    how many each has.
+    """
+    if x.dtype != torch.float32 or x.shape[1] != weight.columns:
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, expected float32 [R, {weight.columns}]")
+    x, counts = x.contiguous(), counts.to(torch.int32)
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
+    if len(x) == 0:
+        return out
+    first = native(PackedWeight(weight.format, data[0], weight.rows, weight.columns))
+    check(
+        library().tandem_linear_by_expert(
+            ctypes.addressof(first), data.stride(0), counts.data_ptr(), len(counts), x.data_ptr(), out.data_ptr()
+        )
+    )
+    return out
+
+
 def dequantize(weight: PackedWeight, rows: torch.Tensor | None = None) -> torch.Tensor:
     """All rows of a packed weight, or those of `rows` (int64 [L]), as float32 [L, columns].
 

@@ -84,4 +84,8 @@ EXPORT int32_t tandem_select_rows(const Weight* weight, const int64_t* rows, int
 EXPORT int32_t tandem_linear(const Weight* weight, const float* x, int32_t rows, float* out) {
     return run_linear(*weight, x, rows, out);
 }
+EXPORT int32_t tandem_linear_by_expert(const Weight* first, int64_t stride, const int32_t* counts, int32_t experts,
+                                       const float* x, float* out) {
+    return run_linear_by_expert(*first, stride, counts, experts, x, out);
+}
 EXPORT int32_t tandem_step(const Model* model, const Batch* batch) { return run_step(*model, *batch); }

@@ -44,3 +44,8 @@ StepStatus run_step(const Model& model, const Batch& batch);
 
 // x [rows][columns] float32 to out [rows][weight.rows], bias added.
 StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out);
+
+// The same, each row with the matrix of its expert: `first` is expert 0's, the next ones follow `stride` bytes after
+// one another. counts [experts]: so many rows of x, one after another, go to each; there is at least one row.
+StepStatus run_linear_by_expert(const Weight& first, int64_t stride, const int32_t* counts, int experts, const float* x,
+                                float* out);
