@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
+from dependency_injector import providers
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -21,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from app.lifecycle import Lifecycle
+from app.settings import EngineSettings
 from backends.flashinfer import FlashInferBackend
 from backends.flashinfer_mla import MHA_ROWS, FlashInferMLABackend, handler
 from backends.forward import ForwardMode, forward_context
@@ -29,12 +34,17 @@ from backends.options import AttentionOptions
 from backends.registry import BackendSpec, BackendSpecs, installed_specs
 from backends.setup import AttentionBackends, Role, build_attention_backends
 from backends.torch_native import TorchNativeBackend
+from containers.application import ApplicationContainer
+from engine.request import Request, SamplingParams
 from models.base import CausalLM
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
 from models.weights import Precision
 from tests.backends.flashinfer_stand_in import StandIn
+from tests.engine.fakes import Receiver
+from tests.models.dflash_reference import make_drafter
 from tests.models.harness import Sequences
+from tests.tiny_model import save_tiny_model
 
 CPU = torch.device("cpu")
 OPTIONS = AttentionOptions(
@@ -53,23 +63,27 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def load(reference: PreTrainedModel, folder: Path) -> CausalLM:
-    """`reference` with weights drawn large enough to matter, as Tandem loads it."""
+def save(reference: PreTrainedModel, folder: Path) -> None:
+    """`reference` with weights drawn large enough to matter."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     reference.save_pretrained(folder)
+
+
+def load(reference: PreTrainedModel, folder: Path) -> CausalLM:
+    """`reference` as Tandem loads it."""
+    save(reference, folder)
     files = inspect_model(ModelOptions(model=str(folder)))
     return load_model(files, CPU, Precision(torch.float32, False)).eval()
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+def latent_model(**changes: Any) -> PreTrainedModel:
     """With entries as wide as FlashInfer's kernels want them."""
     config = DeepseekV3Config(
-        **SHAPE,
+        **{**SHAPE, **changes},
         moe_intermediate_size=32,
         q_lora_rank=32,
         kv_lora_rank=128,
@@ -82,7 +96,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
         num_experts_per_tok=2,
         first_k_dense_replace=1,
     )
-    return load(DeepseekV3ForCausalLM(config), tmp_path_factory.mktemp("target"))
+    return DeepseekV3ForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    return load(latent_model(), tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +216,75 @@ def test_a_few_rows_behind_a_hit_and_decode_beside_them_are_absorbed(target: Cau
     worker.called()
     worker.step({1: tokens(12, 2), 0: [3]}, {1: 12})
     assert worker.called() == MQA_CALLS
+
+
+def serve(container: ApplicationContainer, prompts: Sequence[str]) -> list[list[int]]:
+    """Start everything up, serve one greedy request after another, and stop. Returns their tokens."""
+
+    async def run() -> list[list[int]]:
+        lifecycle = Lifecycle(container.startup(), container.engine)
+        answers = []
+        async with anyio.create_task_group() as tasks:
+            await tasks.start(lifecycle.run)
+            for number, prompt in enumerate(prompts):
+                receiver = Receiver()
+                sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+                ids = container.tokenizer().encode(prompt)
+                container.engine().submit(Request(str(number), ids, sampling, receiver))
+                await anyio.to_thread.run_sync(receiver.wait)
+                answers.append(receiver.token_ids)
+            lifecycle.stop()
+        return answers
+
+    return anyio.run(run)
+
+
+def test_the_application_serves_the_seeds_case(tmp_path: Path) -> None:
+    """MLA target, DFlash drafter on flashinfer, by flags; the second prompt begins with the first one."""
+    model, drafter = tmp_path / "model", tmp_path / "drafter"
+    model.mkdir()
+    save_tiny_model(model)
+    save(latent_model(vocab_size=257, bos_token_id=None, eos_token_id=256, pad_token_id=None), model)
+    make_drafter(
+        drafter,
+        vocab_size=257,
+        head_dim=64,
+        num_target_layers=2,
+        block_size=4,
+        dflash_config={"target_layer_ids": [0, 1]},
+    )
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "dtype": "float32",
+        "device": "cpu",
+        "max_total_tokens": 600,
+        "kv_cache_dtype": "float16",
+    }
+    prompts = ["a prompt of some tokens, and " * 3, "a prompt of some tokens, and " * 3 + "x" * MHA_ROWS]
+    expected = serve(ApplicationContainer(settings=EngineSettings(**settings)), prompts)
+
+    container = ApplicationContainer(
+        settings=EngineSettings(
+            **settings,
+            attention_backend="flashinfer_mla",
+            speculative_algorithm="dflash",
+            speculative_draft_model_path=str(drafter),
+            speculative_draft_attention_backend="flashinfer",
+            speculative_draft_kv_cache_dtype="bfloat16",
+        )
+    )
+    called: dict[str, StandIn] = {"target": StandIn(), "draft": StandIn()}
+    for role, worker in (("target", container.target), ("draft", container.draft)):
+        build = partial(build_attention_backends, specs=specs_over(called[role]))
+        worker.attention_backends.override(providers.Callable(build))
+    assert serve(container, prompts) == expected
+
+    assert called["target"].named("BatchMLAPagedAttentionWrapper.run")
+    assert called["target"].named("merge_state"), "no prefix was hit"
+    assert not called["target"].named("BatchPrefillWithPagedKVCacheWrapper.run")
+    assert not called["draft"].named("BatchMLAPagedAttentionWrapper.run")
+    blocks = called["draft"].named("BatchPrefillWithPagedKVCacheWrapper.plan")
+    assert blocks and not any(plan["causal"] for plan in blocks)
 
 
 def test_start_up_says_that_a_targets_rows_depend_on_their_company(
