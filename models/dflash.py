@@ -14,6 +14,7 @@ import torch
 
 from backends.forward import forward_context, get_forward_context
 from backends.kv_pool import KVPool
+from kernels.cpu.context_plan import ContextPlan
 from kernels.cpu.linear import is_packed, slice_rows
 from kernels.linear import select_rows
 from kernels.packed import PackedWeight
@@ -73,6 +74,7 @@ class DFlashDrafter(Decoder):
         self._context_kv = _shared_kv([attention.qkv_proj for attention in attentions], config)
         k_norms = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
         self._k_norms = RMSNorm(torch.stack(k_norms).unsqueeze(1), eps)
+        self._context_plan = self._native_context()
 
     @property
     def context_length(self) -> int:
@@ -88,6 +90,9 @@ class DFlashDrafter(Decoder):
         features: [T, len(target_layer_ids) * hidden_size], the outputs of those layers of the target, one beside
             the other. positions, slots: [T] int64. `pool` is this drafter's.
         """
+        if self._context_plan is not None and pool.layout.dtype in (torch.float32, torch.bfloat16):
+            self._context_plan.run(features, positions, slots, pool.key, pool.value)
+            return
         (rope,) = self.ropes
         hidden = self.hidden_norm(self.fc(features))
         heads = self._context_kv(hidden).unflatten(
@@ -98,6 +103,16 @@ class DFlashDrafter(Decoder):
         keys = rotate(self._k_norms(keys), (cos.unsqueeze(1), sin.unsqueeze(1)))
         for layer_id in range(len(self.layers)):
             pool.write(layer_id, slots, keys[:, layer_id], values[:, layer_id])
+
+    def _native_context(self) -> ContextPlan | None:
+        """The context pass as one native call; None where its matrices are not two packed ones."""
+        weights = (*self.fc.weights, *self._context_kv.weights)
+        if len(weights) != 2 or not all(is_packed(weight) for weight in weights):
+            return None
+        (rope,) = self.ropes
+        norm, k_norms = self.hidden_norm.weight, self._k_norms.weight.squeeze(1)
+        bias = self._context_kv.bias
+        return ContextPlan(*weights, bias, norm, k_norms, rope.cos, rope.sin, self.config.rms_norm_eps)
 
 
 def _shared_kv(projections: list[Linear], config: ModelConfig) -> Linear:

@@ -82,6 +82,7 @@ def _load() -> ctypes.CDLL | str:
         "tandem_linear": (int32, (pointer, pointer, int32, pointer)),
         "tandem_linear_by_expert": (int32, (pointer, int64, pointer, int32, pointer, pointer)),
         "tandem_step": (int32, (pointer, pointer)),
+        "tandem_context": (int32, (pointer, pointer)),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

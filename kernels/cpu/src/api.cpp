@@ -89,3 +89,4 @@ EXPORT int32_t tandem_linear_by_expert(const Weight* first, int64_t stride, cons
     return run_linear_by_expert(*first, stride, counts, experts, x, out);
 }
 EXPORT int32_t tandem_step(const Model* model, const Batch* batch) { return run_step(*model, *batch); }
+EXPORT int32_t tandem_context(const ContextModel* model, const ContextRows* rows) { return run_context(*model, *rows); }

@@ -536,6 +536,8 @@ struct Linear {
     }
 };
 
+#include "context.h"
+
 // Rows sorted by the expert they go to. Those of an expert begin a block of 16 rows, as its products want them.
 struct LinearByExpert {
     struct Segment {
@@ -625,6 +627,15 @@ StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out
     std::lock_guard<std::mutex> lock(in_use);
     const int threads = team_size();
     Linear job{weight, x, rows, out, threads};
+    return run_job(job, threads);
+}
+
+StepStatus run_context(const ContextModel& model, const ContextRows& rows) {
+    std::lock_guard<std::mutex> lock(in_use);
+    const int threads = team_size();
+    ContextPass job{model, rows, threads};
+    const StepStatus status = job.check();
+    if (status != kDone || rows.rows == 0) return status;
     return run_job(job, threads);
 }
 

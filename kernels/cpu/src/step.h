@@ -38,9 +38,29 @@ struct Batch {
     float* captures;                                                 // [num_captures][tokens][hidden]
 };
 
+// (python) A DFlash drafter's context pass: kv is k and v of every layer, one below the other.
+struct ContextModel {
+    int32_t layers, kv_heads, head_dim, max_positions;
+    float eps;
+    int32_t reserved;
+    Weight fc, kv;
+    const float *hidden_norm, *k_norms;  // [fc.rows], [layers][head_dim]
+    const float *cos, *sin;              // [max_positions][head_dim / 2]
+};
+
+// (python)
+struct ContextRows {
+    int32_t rows, kv_is_bf16;
+    int64_t num_slots;
+    const float* features;             // [rows][fc.columns]
+    const int64_t *positions, *slots;  // [rows]
+    void *key, *value;                 // [layers][num_slots][kv_heads][head_dim]
+};
+
 enum StepStatus { kDone, kBadToken, kBadPosition, kBadSlot, kBadLength, kNoMemory };
 
 StepStatus run_step(const Model& model, const Batch& batch);
+StepStatus run_context(const ContextModel& model, const ContextRows& rows);
 
 // x [rows][columns] float32 to out [rows][weight.rows], bias added.
 StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out);
