@@ -190,6 +190,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_mamba_layers: bool = False  # that keep recurrent state
     state: StateConfig | None = None
     partial_rotary_factor: float = 1.0  # of a head's columns, which are rotated; 0: positions are not encoded
+    residual_scale: float = 1.0  # of what a layer adds
     shared_expert_size: int = 0  # of an MLP that every token takes, by a gate of its own
 
     bos_token_id: int | None = None

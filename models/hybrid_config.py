@@ -89,6 +89,39 @@ def _qwen_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "qk_norm": True, "shared_expert_size": keys.shared_expert_intermediate_size}
 
 
+class _ConvKeys(msgspec.Struct):
+    hidden_size: int
+    conv_L_cache: int = 3
+    conv_bias: bool = False
+
+
+def _lfm2_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, attending = config["num_hidden_layers"], config.get("full_attn_idxs")
+    size = config.get("block_ff_dim") or config["intermediate_size"]
+    if config["block_auto_adjust_ff_dim"]:
+        size, multiple = int(2 * size / 3), config["block_multiple_of"]
+        if config["block_ffn_dim_multiplier"] is not None:
+            size = -(-int(config["block_ffn_dim_multiplier"] * size) // multiple) * multiple
+    return {
+        "layer_types": config.get("layer_types")
+        or ["full_attention" if attending is None or i in attending else "conv" for i in range(layers)],
+        "intermediate_size": size,
+        "rms_norm_eps": config["norm_eps"],
+        "tie_word_embeddings": config.get("tie_embedding", config["tie_word_embeddings"]),
+    }
+
+
+def _lfm2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = msgspec.convert(config, _ConvKeys)
+    state = StateConfig(
+        conv_taps=keys.conv_L_cache,
+        conv_channels=keys.hidden_size,
+        conv_bias=keys.conv_bias,
+        projection_bias=keys.conv_bias,
+    )
+    return {"state": state, "qk_norm": True}
+
+
 class _Family(msgspec.Struct, frozen=True):
     """How a family's keys are read, its defaults as transformers has them, and its architecture's name."""
 
@@ -113,6 +146,23 @@ _FAMILIES = {
         {**_QWEN_MOE, "num_experts": 512, "num_experts_per_tok": 10},
         _qwen_values,
         _qwen_fields,
+    ),
+    "lfm2": _Family(
+        "Lfm2ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 1_000_000.0,
+            "norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        _lfm2_values,
+        _lfm2_fields,
     ),
 }
 

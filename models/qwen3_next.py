@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from kernels.rowwise import rowwise
 from models.config import ModelConfig
 from models.decoder import Decoder
 from models.gemma3 import GemmaRMSNorm
+from models.hybrid import HybridDecoderLayer
 from models.layers import Attention, GatedMLP, Linear
 from models.linear_attention import GatedDeltaNet
 from models.moe import SparseMLP
@@ -71,42 +74,24 @@ class GatedSharedMLP(torch.nn.Module):
         return self.routed(x) + gate * self.shared_expert(x)
 
 
-class Qwen3NextDecoderLayer(torch.nn.Module):
-    """Pre-norm mixer and MLP, each added to the residual stream."""
+class Qwen3NextDecoderLayer(HybridDecoderLayer):
+    """A gated delta net where there is no attention; norms that multiply by 1 + weight."""
 
-    delta_net: type[GatedDeltaNet] = Qwen3NextDeltaNet
+    norm_class = GemmaRMSNorm
+    attention_class = GatedAttention
+    delta_net: ClassVar[type[GatedDeltaNet]] = Qwen3NextDeltaNet
 
-    def __init__(self, config: ModelConfig, layer_id: int, source: Weights) -> None:
-        super().__init__()
-        prefix, size, eps = f"model.layers.{layer_id}", config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = GemmaRMSNorm(source.vector(f"{prefix}.input_layernorm.weight", size), eps)
-        self.linear_attn: torch.nn.Module | None = None
-        self.self_attn: GatedAttention | None = None
-        if layer_id in config.state_layers:
-            self.linear_attn = self.delta_net(config, layer_id, f"{prefix}.linear_attn", source)
-        else:
-            self.self_attn = GatedAttention(config, layer_id, source, GemmaRMSNorm)
-        self.post_attention_layernorm = GemmaRMSNorm(
-            source.vector(f"{prefix}.post_attention_layernorm.weight", size), eps
-        )
-        self.mlp: torch.nn.Module
-        if layer_id in config.sparse_layers:
-            self.mlp = GatedSharedMLP(config, f"{prefix}.mlp", source)
-        else:
-            self.mlp = GatedMLP(config, f"{prefix}.mlp", config.intermediate_size, source)
+    def make_state_mixer(self, config: ModelConfig, layer_id: int, source: Weights) -> torch.nn.Module:
+        return self.delta_net(config, layer_id, f"model.layers.{layer_id}.linear_attn", source)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        normed = self.input_layernorm(hidden)
-        if self.self_attn is not None:
-            hidden = hidden + self.self_attn(normed, rotation)
-        else:
-            assert self.linear_attn is not None
-            hidden = hidden + self.linear_attn(normed)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def make_mlp(self, config: ModelConfig, layer_id: int, source: Weights) -> torch.nn.Module:
+        if layer_id not in config.sparse_layers:
+            return super().make_mlp(config, layer_id, source)
+        return GatedSharedMLP(config, f"model.layers.{layer_id}.mlp", source)
 
 
 class Qwen3NextForCausalLM(Decoder):
-    """Norms that multiply by 1 + weight, partly rotated heads."""
+    """The layers above, and a final norm like theirs."""
 
     layer_class = Qwen3NextDecoderLayer
     norm_class = GemmaRMSNorm

@@ -8,6 +8,7 @@ from models.decoder import Decoder
 from models.deepseek_v2 import DeepseekV2ForCausalLM
 from models.dflash_config import ARCHITECTURE as DFLASH
 from models.gemma3 import Gemma3ForCausalLM
+from models.lfm2 import Lfm2ForCausalLM
 from models.llama import LlamaForCausalLM
 from models.mistral import MistralForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
@@ -22,6 +23,7 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV2ForCausalLM,
     "KimiK25ForConditionalGeneration": DeepseekV2ForCausalLM,

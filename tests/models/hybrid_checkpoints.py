@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from tests.models.checkpoints import VOCAB_SIZE
 
@@ -45,6 +51,11 @@ def _qwen3_next(**changes: Any) -> PreTrainedModel:
     return Qwen3NextForCausalLM(Qwen3NextConfig(**{**_SHAPE, **_ATTENTION, **_DELTA, **_EXPERTS, **changes}))
 
 
+def _lfm2(**changes: Any) -> PreTrainedModel:
+    shape = {"block_multiple_of": 16, "full_attn_idxs": [1, 3]}
+    return Lfm2ForCausalLM(Lfm2Config(**{**_SHAPE, **_ATTENTION, **shape, **changes}))
+
+
 CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-next": _qwen3_next,
     "qwen3-next-dense-layers": lambda: _qwen3_next(
@@ -58,6 +69,11 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-next-equal-heads": lambda: _qwen3_next(
         linear_num_key_heads=4, linear_value_head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
+    "lfm2": _lfm2,
+    "lfm2-biases": lambda: _lfm2(
+        conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False
+    ),
+    "lfm2-multiplied": lambda: _lfm2(block_ffn_dim_multiplier=1.3, full_attn_idxs=[0]),
 }
 
 
