@@ -12,6 +12,7 @@ from dependency_injector import containers, providers
 from backends.kv_pool import KVPool
 from backends.options import AttentionOptions
 from backends.setup import build_attention_backends
+from backends.state_pool import StatePool
 from engine.graphs import capture
 from engine.options import CacheOptions, SchedulerOptions
 from engine.runner import ModelRunner
@@ -40,6 +41,7 @@ class WorkerContainer(containers.DeclarativeContainer):
         role, target=providers.Singleton(load_model), draft=providers.Singleton(load_drafter)
     )
     kv_pool = providers.Singleton(KVPool)
+    state_pool = providers.Singleton(StatePool)
     attention_backends = providers.Singleton(build_attention_backends)
     graphs = providers.Singleton(capture)
 
@@ -57,6 +59,7 @@ class WorkerContainer(containers.DeclarativeContainer):
         scratch_slots=scratch_slots,
         load_weights=model.provider,
         make_kv_pool=kv_pool.provider,
+        make_state_pool=state_pool.provider,
         build_backends=attention_backends.provider,
         capture_graph=graphs.provider,
     )

@@ -22,22 +22,31 @@ def available_bytes(device: torch.device) -> int:
     return min(_free_memory(), cgroup_headroom())
 
 
-def num_slots(layouts: list[KVLayout], options: CacheOptions, context_len: int, device: torch.device) -> int:
+def num_slots(
+    layouts: list[KVLayout],
+    options: CacheOptions,
+    context_len: int,
+    device: torch.device,
+    reserved_bytes: int = 0,
+) -> int:
     """Slots of a pool that holds every layout: what was asked for, else what memory allows up to a bound.
 
-    Whole pages. Raises ValueError, naming the setting, where not even one page fits.
+    `reserved_bytes` of that memory go to what requests hold beside their slots (recurrent state). Whole pages.
+    Raises ValueError, naming the setting, where not even one page fits.
     """
     page = options.page_size
     if options.max_total_tokens is not None:
         slots = options.max_total_tokens // page * page
     else:
-        budget = int(available_bytes(device) * options.mem_fraction_static)
+        budget = int(available_bytes(device) * options.mem_fraction_static) - reserved_bytes
         per_slot = sum(layout.bytes_per_slot for layout in layouts)
-        slots = min(budget // per_slot, MAX_CONTEXTS * context_len) // page * page
+        # Without attention layers a slot is no more than a number.
+        slots = min(budget // max(per_slot, 1), MAX_CONTEXTS * context_len) // page * page
     if slots < 1:
         raise ValueError(
             "the KV pool has no room for a single page: raise --mem-fraction-static or --max-total-tokens, "
             "or lower --page-size"
+            + (" or, as each keeps recurrent state, --max-running-requests" if reserved_bytes else "")
         )
     return slots
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +17,11 @@ import torch
 from backends.base import AttentionBackend
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import DTYPES, FP8, KVLayout, KVPool
+from backends.linear_attention import HybridLinearBackend
 from backends.options import AttentionOptions
+from backends.registry import BackendError
 from backends.setup import AttentionBackends, build_attention_backends, configure_aux_hidden_state_capture
+from backends.state_pool import StatePool
 from engine.graphs import StepGraph, capture
 from engine.memory import num_slots
 from engine.options import CacheOptions
@@ -62,6 +65,7 @@ class ModelRunner:
         scratch_slots: int = 0,
         load_weights: Callable[..., CausalLM] = load_model,
         make_kv_pool: Callable[..., KVPool] = KVPool,
+        make_state_pool: Callable[..., StatePool] = StatePool,
         build_backends: Callable[..., AttentionBackends] = build_attention_backends,
         capture_graph: Callable[..., StepGraph | None] = capture,
     ) -> None:
@@ -87,10 +91,12 @@ class ModelRunner:
         self._scratch_slots = scratch_slots
         self._load_weights = load_weights
         self._make_kv_pool = make_kv_pool
+        self._make_state_pool = make_state_pool
         self._build_backends = build_backends
         self._capture_graph = capture_graph
         self.model: CausalLM | None = None
         self.kv_pool: KVPool | None = None
+        self.state_pool: StatePool | None = None
         self.slot_table: SlotTable | None = None
         self.attn_backend: AttentionBackend | None = None
         self.decode_attn_backend: AttentionBackend | None = None
@@ -118,8 +124,19 @@ class ModelRunner:
         slots = self._num_slots()
         self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
+        state_layout = model.state_layout()
+        if state_layout is not None:
+            if self.role == "draft":
+                raise BackendError(
+                    f"{self.files.name} keeps recurrent state, which a drafter cannot roll back"
+                )
+            self.state_pool = self._make_state_pool(state_layout, self._max_running_requests, self.device)
         self._backends = self._build_backends(
-            options=self._attention_options, role=self.role, device=self.device, layout=layout
+            options=self._attention_options,
+            role=self.role,
+            device=self.device,
+            layout=layout,
+            wrap=None if state_layout is None else HybridLinearBackend,
         )
         self.attn_backend = self._backends.attn_backend
         self.decode_attn_backend = self._backends.decode_attn_backend
@@ -151,7 +168,7 @@ class ModelRunner:
         """Let go of everything that start-up made."""
         self._graph = self._backends = self.attn_backend = self.decode_attn_backend = None
         self.decode_attn_backend_group = ()
-        self.model = self.kv_pool = self.slot_table = None
+        self.model = self.kv_pool = self.state_pool = self.slot_table = None
         self.stage = "closed"
 
     def _calibrate(self, pool: KVPool) -> None:
@@ -227,6 +244,7 @@ class ModelRunner:
         query_lens: list[int] = []
         context_lens: list[int] = []
         prompt_rows: list[int] = []
+        draft_rows: list[int] = []
         for step in steps:
             request, start = step.request, step.request.cached_len
             known = start + step.num_tokens
@@ -239,6 +257,7 @@ class ModelRunner:
             query_lens.append(end - start)
             context_lens.append(end)
             prompt_rows.append(min(max(len(request.prompt_ids) - start, 0), end - start))
+            draft_rows.append(len(step.drafts))
         device = self.device
         return ForwardBatch(
             mode=_mode(query_lens, prompt_rows),
@@ -253,6 +272,8 @@ class ModelRunner:
             kv_pool=self.kv_pool,
             num_prompt_rows=tuple(prompt_rows),
             capture_layers=capture_layers,
+            num_draft_rows=tuple(draft_rows),
+            state_pool=self.state_pool,
         )
 
     @staticmethod
@@ -278,10 +299,19 @@ class ModelRunner:
             logits = self.model.logits(hidden.last[batch.logits_rows])
         return PassResult(logits, dict(hidden.captured))
 
+    def commit_state(self, kept: Mapping[int, int]) -> None:
+        """Commit recurrent state after a verify: `kept[table_row]` of the rows of that sequence's block stand."""
+        assert self.attn_backend is not None
+        commit = self.attn_backend.mamba_commit()
+        assert commit is not None, "only a model with recurrent state has any to commit"
+        commit(self.state_pool, kept)
+
     def _num_slots(self) -> int:
         if self._target is None:
             layouts = [self.kv_layout, *self._draft_layouts()]
-            return num_slots(layouts, self._cache_options, self.context_len, self.device)
+            state = self.model.state_layout() if self.model is not None else None
+            reserved = 0 if state is None else state.bytes_per_request * self._max_running_requests
+            return num_slots(layouts, self._cache_options, self.context_len, self.device, reserved)
         assert self._target.kv_pool is not None
         return self._target.kv_pool.num_slots + self._scratch_slots
 

@@ -138,9 +138,10 @@ class DraftingWorker(SpeculativeWorker):
             self._alarm.observe(tried, agreed)
 
     def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        usable = super().usable_prefix(request, slots)
         if self._drafter is None or not self._uses_model(request):
-            return len(slots)
-        return self._drafter.usable_prefix(request, slots)
+            return usable
+        return min(usable, self._drafter.usable_prefix(request, slots))
 
     def before_release(self, request: Request) -> None:
         self._prompt_slots.pop(request, None)

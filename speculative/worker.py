@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from engine.plain_worker import PlainWorker
 from engine.request import TokenLogprob
 from engine.runner import ModelRunner
-from engine.worker import SequenceStep
+from engine.worker import SequenceStep, StepOutput
 from speculative.verify import verify
 
 
@@ -27,6 +28,19 @@ class SpeculativeWorker(PlainWorker):
         self.need_mamba_verify_commit = (
             self.runner.files.config.has_mamba_layers and backend.mamba_commit() is not None
         )
+
+    def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
+        outputs = super().forward(steps)
+        if self.need_mamba_verify_commit:
+            # A block's rows are the last token and its drafts; as many stand as there are tokens after them.
+            self.runner.commit_state(
+                {
+                    step.request.table_row: len(output.token_ids)
+                    for step, output in zip(steps, outputs, strict=True)
+                    if step.drafts
+                }
+            )
+        return outputs
 
     def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
         return verify(step.drafts, lambda row: self.sample_row(step, logits, row), itemgetter(0))

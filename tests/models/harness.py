@@ -42,11 +42,19 @@ class Sequences:
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows
+        self.last_counts: dict[int, int] = {}
+        self.drafts: Mapping[int, int] = {}
         self.graph = capture(model, self.pool, self.backend) if captured else None
         assert not captured or self.graph is not None, "nothing was captured"
 
-    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """Append `tokens[row]` to each row, in one pass; float32 logits [len(tokens[row]), vocab_size] by row."""
+    def extend(
+        self, tokens: Mapping[int, Sequence[int]], drafts: Mapping[int, int] | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Append `tokens[row]` to each row, in one pass; float32 logits [len(tokens[row]), vocab_size] by row.
+
+        The last `drafts[row]` of them are guesses, which `keep` says the fate of.
+        """
+        self.drafts = drafts or {}
         with torch.inference_mode():
             if self.graph is not None:
                 logits, _ = self.graph.run(self._batch(tokens))
@@ -54,6 +62,16 @@ class Sequences:
                 logits = self.model.logits(self.forward(tokens).last)
         parts = logits.split([len(ids) for ids in tokens.values()])
         return dict(zip(tokens, parts, strict=True))
+
+    def keep(self, counts: Mapping[int, int]) -> None:
+        """After a pass with drafts: the first `counts[row]` of that pass's tokens stand, the others never were."""
+        for row, count in counts.items():
+            self.lengths[row] += count - self.last_counts[row]
+        if self.state_pool is not None:
+            commit = self.backend.mamba_commit()
+            assert commit is not None
+            with torch.inference_mode():
+                commit(self.state_pool, counts)
 
     def forward(
         self, tokens: Mapping[int, Sequence[int]], capture_layers: tuple[int, ...] = ()
@@ -67,6 +85,7 @@ class Sequences:
         self, tokens: Mapping[int, Sequence[int]], capture_layers: tuple[int, ...] = ()
     ) -> ForwardBatch:
         positions, slots = [], []
+        self.last_counts = {row: len(ids) for row, ids in tokens.items()}
         for row, ids in tokens.items():
             span = slice(self.lengths[row], self.lengths[row] + len(ids))
             positions.append(torch.arange(span.start, span.stop))
@@ -86,5 +105,6 @@ class Sequences:
             logits_rows=torch.arange(len(flat)),
             kv_pool=self.pool,
             capture_layers=capture_layers,
+            num_draft_rows=tuple(self.drafts.get(row, 0) for row in tokens),
             state_pool=self.state_pool,
         )
