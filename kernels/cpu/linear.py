@@ -111,7 +111,12 @@ def linear_by_expert(
     first = native(PackedWeight(weight.format, data[0], weight.rows, weight.columns))
     check(
         library().tandem_linear_by_expert(
-            ctypes.addressof(first), data.stride(0), counts.data_ptr(), len(counts), x.data_ptr(), out.data_ptr()
+            ctypes.addressof(first),
+            data.stride(0),
+            counts.data_ptr(),
+            len(counts),
+            x.data_ptr(),
+            out.data_ptr(),
         )
     )
     return out

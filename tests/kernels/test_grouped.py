@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,10 @@ import kernels.cpu.linear as native
 from kernels.cpu.library import available
 from kernels.grouped import Choices, ExpertWeights, linear_by_expert, linear_by_head
 from kernels.linear import linear
-from kernels.packed import FLOAT_FORMATS, pack_float
+from kernels.packed import PackedWeight, pack_float
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-NATIVE = pytest.param("native", marks=pytest.mark.skipif(not available(), reason="no native kernels here"))
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "F32/native": 1e-5, "Q8_0/native": 3e-2}
+needs_native = pytest.mark.skipif(not available(), reason="no native kernels here")
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 
@@ -27,7 +28,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 @given(
     count=st.integers(0, 60),
     heads=st.integers(1, 5),
-    rows=st.sampled_from([1, 16, 33]),
+    rows=st.sampled_from([4, 16, 33]),
     columns=st.sampled_from([1, 24, 64]),
     dtype=dtypes,
 )
@@ -37,7 +38,8 @@ def test_by_head(count: int, heads: int, rows: int, columns: int, dtype: torch.d
     assert got.dtype == dtype
     expected = torch.einsum("thk,hnk->thn", x.double(), matrices.double())
     scale = columns**0.5
-    torch.testing.assert_close(got.double() / scale, expected / scale, atol=TOLERANCE[dtype], rtol=1e-2)
+    tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
+    torch.testing.assert_close(got.double() / scale, expected / scale, atol=tolerance, rtol=1e-2)
     for row in {0, count // 2, count - 1} if count else ():
         assert torch.equal(got[row : row + 1], linear_by_head(x[row : row + 1], matrices))
 
@@ -46,22 +48,32 @@ def experts(form: str, count: int, rows: int, columns: int) -> tuple[ExpertWeigh
     """Stacked matrices in the form asked for, and as they were, [count, rows, columns]."""
     dtype = torch.bfloat16 if form == "bfloat16" else torch.float32
     matrices = drawn(count, rows, columns, seed=1, dtype=dtype)
-    packed = [pack_float(matrix) for matrix in matrices]
-    if form == "native":
-        packed = [native.pack(weight) for weight in packed]
+    if form == "Q8_0/native":
+        blocks = gguf.quants.quantize(matrices.numpy(), gguf.GGMLQuantizationType.Q8_0)
+        packed = [PackedWeight("Q8_0", data, rows, columns) for data in torch.from_numpy(blocks)]
     else:
-        assert packed[0].format == FLOAT_FORMATS[dtype]
+        packed = [pack_float(matrix) for matrix in matrices]
+    if form.endswith("native"):
+        packed = [native.pack(weight) for weight in packed]
     data = torch.stack([weight.data for weight in packed])
     return ExpertWeights(packed[0].format, data, rows, columns), matrices
 
 
-@pytest.mark.parametrize("form", ["float32", "bfloat16", NATIVE])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "float32",
+        "bfloat16",
+        pytest.param("F32/native", marks=needs_native),
+        pytest.param("Q8_0/native", marks=needs_native),
+    ],
+)
 @settings(max_examples=25, deadline=None)
 @given(
     count=st.integers(1, 300),
     num_experts=st.sampled_from([1, 4, 40]),
     skew=st.floats(0.2, 3.0),
-    shape=st.sampled_from([(16, 32), (33, 24), (96, 64)]),
+    shape=st.sampled_from([(16, 32), (33, 64), (96, 64)]),
     seed=st.integers(0, 9),
 )
 def test_by_expert(
@@ -77,7 +89,6 @@ def test_by_expert(
     got = torch.empty_like(sorted_rows).index_copy_(0, choices.order, sorted_rows)
     expected = torch.einsum("rk,rnk->rn", x.double(), matrices[chosen].double())
     scale = shape[1] ** 0.5
-    tolerance = TOLERANCE[matrices.dtype]
-    torch.testing.assert_close(got.double() / scale, expected / scale, atol=tolerance, rtol=1e-2)
+    torch.testing.assert_close(got.double() / scale, expected / scale, atol=TOLERANCE[form], rtol=1e-2)
     for row in {0, count // 2, count - 1}:
         assert torch.equal(got[row : row + 1], linear(x[row : row + 1], weights.of(int(chosen[row]))))
