@@ -1,0 +1,210 @@
+"""The training loop: batches of blocks, decay-weighted cross-entropy, AdamW, evaluation and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from models.decoder import Decoder
+from speculative.training.checkpoint import load_state, save_state
+from speculative.training.data import Blocks, Example, Sampler, frequent_tokens, held_out
+from speculative.training.evaluation import accept_length
+from speculative.training.model import DrafterShape
+from speculative.training.ops import head_loss
+from speculative.training.options import TrainingOptions
+from speculative.training.start import dense, empty_drafter, initial_drafter, spread
+from speculative.training.states import TargetStates
+
+_EVALUATED = 48  # examples
+_BETAS = (0.9, 0.95)
+_WEIGHT_DECAY = 0.01
+_CLIP = 1.0
+_LAST_RATE = 0.05  # of the learning rate, at the end of the cosine
+_LOSS_EVERY = 10  # steps
+_LOSS_MEMORY = 0.98  # a step
+_ROWS_PREDICTED = 1024  # at a time
+
+
+class Progress(msgspec.Struct):
+    """Where a run is. `losses` and `accept_lengths` are pairs of minutes and value; `best` is the highest length."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    anchors: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+    best: float = 0.0
+    losses: list[tuple[float, float]] = msgspec.field(default_factory=list)
+    accept_lengths: list[tuple[float, float]] = msgspec.field(default_factory=list)
+
+
+class Trainer:
+    """One run: resumed where the folder has a state, begun anew where it has none."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        shape: DrafterShape,
+        examples: Sequence[Example],
+        states: TargetStates,
+        folder: Path,
+        options: TrainingOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shape, self.options = shape, options
+        self._target, self._examples, self._states = target, examples, states
+        self._folder, self._clock = folder, clock
+        self._evaluated = [i for i, example in enumerate(examples) if held_out(example)][:_EVALUATED]
+        training = [i for i, example in enumerate(examples) if not held_out(example)]
+        if not self._evaluated or not training:
+            raise ValueError(f"{len(examples)} examples are too few to train and to evaluate on")
+        group = max(1, options.anchors_per_step // options.anchors_per_example)
+        self._sampler = Sampler(examples, training, group, options.seed)
+        self.device = target.norm.weight.device
+        fast = self.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        self.dtype = torch.bfloat16 if fast else torch.float32
+        state = load_state(folder)
+        if state is None:
+            self.progress = Progress()
+            self.draft_token_ids = frequent_tokens(
+                (examples[i] for i in training), shape.vocab_size, options.draft_vocab_size
+            )
+            sample = states.padded(spread(training, 16)).flatten(0, 1)
+            self.drafter = initial_drafter(target, shape, sample[sample.any(1)], options.seed)
+        else:
+            self.progress = msgspec.convert(state["progress"], Progress)
+            self.draft_token_ids = state["draft_token_ids"]
+            self.drafter = empty_drafter(target, shape)
+            self.drafter.load_state_dict(state["drafter"])
+        self._optimizer = torch.optim.AdamW(
+            self.drafter.parameters(), betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
+        )
+        if state is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        self._head = dense(target.lm_head)[self.draft_token_ids.to(self.device)].to(self.dtype)
+        self._label_of = torch.full((shape.vocab_size,), -1)
+        self._label_of[self.draft_token_ids] = torch.arange(len(self.draft_token_ids))
+        self._mask_embedding = self._embed(torch.tensor([shape.mask_token_id]))
+
+    @property
+    def share_done(self) -> float:
+        """Of the budget, 0 to 1."""
+        steps, progress = self.options.steps, self.progress
+        if steps is not None:
+            return min(progress.step / max(steps, 1), 1.0)
+        return min(progress.seconds / max(60 * self.options.minutes, 1e-9), 1.0)
+
+    def run(
+        self,
+        on_step: Callable[[Progress], None] = lambda progress: None,
+        on_best: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        """Train until the budget is spent. `on_best` is called with every accept length that is the best so far."""
+        progress, options = self.progress, self.options
+        saved = evaluated = progress.seconds
+        if not progress.accept_lengths:
+            self._evaluate(on_best)
+        while self.share_done < 1.0:
+            self._timed_step()
+            on_step(progress)
+            if progress.seconds - evaluated >= options.evaluate_seconds:
+                evaluated = progress.seconds
+                self._evaluate(on_best)
+            if progress.seconds - saved >= options.checkpoint_seconds:
+                saved = progress.seconds
+                self.save()
+        if evaluated < progress.seconds:
+            self._evaluate(on_best)
+        self.save()
+
+    def save(self) -> None:
+        """Keep all that a resumed run needs."""
+        state: dict[str, Any] = {
+            "drafter": self.drafter.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "draft_token_ids": self.draft_token_ids,
+            "progress": msgspec.to_builtins(self.progress),
+        }
+        save_state(self._folder, state)
+
+    @torch.no_grad()
+    def predict(self, blocks: Blocks) -> Tensor:
+        """The tokens drafted for offsets 1 and up, int64 [G, A, B - 1]."""
+        hidden = self._hidden(blocks)
+        best = [(rows @ self._head.t()).argmax(-1) for rows in hidden.flatten(0, 2).split(_ROWS_PREDICTED)]
+        return self.draft_token_ids[torch.cat(best).cpu()].view(hidden.shape[:3])
+
+    def _evaluate(self, on_best: Callable[[Progress], None]) -> None:
+        progress = self.progress
+        length = accept_length(self._examples, self._evaluated, self.shape.block_size, self.predict)
+        progress.accept_lengths.append((progress.seconds / 60, length))
+        if length > progress.best:
+            progress.best = length
+            on_best(progress)
+
+    def _timed_step(self) -> None:
+        progress = self.progress
+        start = self._clock()
+        loss = self._step()
+        progress.seconds += self._clock() - start
+        progress.loss = (
+            loss if not progress.step else _LOSS_MEMORY * progress.loss + (1 - _LOSS_MEMORY) * loss
+        )
+        progress.step += 1
+        progress.batch += 1
+        if progress.batch >= self._sampler.batches:
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+        if progress.step % _LOSS_EVERY == 0:
+            progress.losses.append((progress.seconds / 60, progress.loss))
+
+    def _step(self) -> float:
+        """One step of the optimiser; returns the mean loss."""
+        options, progress = self.options, self.progress
+        for group in self._optimizer.param_groups:
+            group["lr"] = options.learning_rate * self._schedule()
+        # Every other step takes twice as many blocks of half the size: what is drafted first is accepted most
+        # often, and a drafter that knows shorter blocks can be asked for one.
+        parts = 2 if progress.step % 2 and self.shape.block_size >= 4 else 1
+        blocks = self._sampler.batch(
+            progress.epoch,
+            progress.batch,
+            self.shape.block_size // parts,
+            options.anchors_per_example * parts,
+        )
+        progress.anchors += blocks.anchors.numel()
+        tokens = blocks.tokens[:, :, 1:]
+        labels = torch.where(tokens < 0, -1, self._label_of[tokens.clamp(min=0)]).to(self.device)
+        known = labels >= 0
+        weights = torch.exp(-torch.arange(labels.shape[-1], device=self.device) / options.decay)
+        weights = weights.expand_as(labels)[known]
+        loss = head_loss(self._hidden(blocks)[known], self._head, labels[known], weights / weights.sum())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), _CLIP, foreach=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.item()
+
+    def _hidden(self, blocks: Blocks) -> Tensor:
+        """Final hidden states of the masked positions, [G, A, B - 1, H]."""
+        features = self._states.padded(blocks.members).to(self.device, self.dtype)
+        embeddings = self._mask_embedding.expand(*blocks.tokens.shape, -1).clone()
+        embeddings[:, :, 0] = self._embed(blocks.tokens[:, :, 0])
+        return self.drafter(features, embeddings, blocks.anchors.to(self.device))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = self._target.embed_tokens(ids.flatten().to(self.device))
+        return rows.view(*ids.shape, -1).to(self.dtype)
+
+    def _schedule(self) -> float:
+        """Warm-up, then half a cosine."""
+        warm = min(1.0, (self.progress.step + 1) / self.options.warmup_steps)
+        return warm * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * self.share_done)))
