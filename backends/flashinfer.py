@@ -102,13 +102,12 @@ class FlashInferBackend(AttentionBackend):
         assert isinstance(plan, _Plan)
         pool = batch.kv_pool
         pool.write(layer.layer_id, batch.out_slots, key, value)
-        whole = torch.empty_like(query)
         lane = self._lane(plan)
+        if len(plan.phases) == 1:
+            return self._attend(query, layer, pool, plan.phases[0], lane)
+        whole = torch.empty_like(query)
         for phase in plan.phases:
-            out = self._attend(phase.part.take(query), layer, pool, phase, lane)
-            if phase.part.rows is None:
-                return out
-            whole[phase.part.rows] = out
+            whole[phase.part.rows] = self._attend(phase.part.take(query), layer, pool, phase, lane)
         return whole
 
     def _lane(self, plan: _Plan) -> Lane:
