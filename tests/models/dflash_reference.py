@@ -68,6 +68,9 @@ def make_drafter(folder: Path, **changes: Any) -> ReferenceDrafter:
                 "mlp.down_proj": (hidden, inner),
             }.items()
         }
+    if config.get("attention_bias"):
+        for name in [name for name in shapes if "_proj" in name and "self_attn" in name]:
+            shapes[name.replace(".weight", ".bias")] = shapes[name][:1]
     generator = torch.Generator().manual_seed(1)
     state = {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
@@ -164,7 +167,8 @@ class ReferenceDrafter:
         return self._weight(layer, "mlp.down_proj", inner)
 
     def _weight(self, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.state[f"layers.{layer}.{name}.weight"])
+        prefix = f"layers.{layer}.{name}"
+        return linear(x, self.state[f"{prefix}.weight"], self.state.get(f"{prefix}.bias"))
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         scaled = x / (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()

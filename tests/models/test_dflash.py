@@ -14,7 +14,7 @@ from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
-from kernels.cpu.library import available, reason
+from kernels.cpu.library import NativeError, available, reason
 from models.base import CausalLM, ModelError
 from models.config import ModelConfig
 from models.dflash import DFlashDrafter
@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "three layers": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
     "block size in dflash_config": {"block_size": None, "dflash_config": {"block_size": 4}},
     "reduced vocabulary": {"dflash_config": {"draft_vocab_size": 40}},
+    "attention biases": {"attention_bias": True},
     "scaled embedding": {"dflash_config": {"input_embedding_scale": 3.0}},
 }
 
@@ -232,6 +233,35 @@ def test_the_matrices_of_a_context_pass_are_the_layers_own(
     }
     assert {weight.data.untyped_storage().data_ptr() for weight in drafter._context_kv.weights} == of_layers
     assert len(of_layers) == 1, "one product for all layers"
+
+
+@native
+def test_a_quantised_pool_holds_nearly_what_a_plain_one_does(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+) -> None:
+    make_drafter(tmp_path)
+    drafter = load(targets["llama-four-layers"][0], tmp_path, True)[1]
+    assert isinstance(drafter, DFlashDrafter)
+    plain, quantised = (KVPool(drafter.kv_layout(dtype), 30, CPU) for dtype in (torch.float32, torch.int8))
+    features, places = torch.randn(20, 3 * 64), torch.arange(20)
+    for pool in (plain, quantised):
+        drafter.write_context(features, places, places, pool)
+    for exact, rounded in zip(plain.gather(1, places), quantised.gather(1, places), strict=True):
+        assert (exact - rounded).norm() < 0.02 * exact.norm()
+
+
+@native
+@pytest.mark.parametrize(("position", "slot"), [(160, 0), (-1, 0), (0, 30), (0, -1)])
+def test_a_native_context_pass_writes_nowhere_else(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, position: int, slot: int
+) -> None:
+    make_drafter(tmp_path)
+    drafter = load(targets["llama-four-layers"][0], tmp_path, True)[1]
+    assert isinstance(drafter, DFlashDrafter) and drafter.context_length == 160
+    pool = KVPool(drafter.kv_layout(torch.float32), 30, CPU)
+    with pytest.raises(NativeError):
+        drafter.write_context(torch.randn(1, 3 * 64), torch.tensor([position]), torch.tensor([slot]), pool)
+    assert not pool.key.any() and not pool.value.any()
 
 
 def as_int8(folder: Path) -> None:
