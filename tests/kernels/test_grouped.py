@@ -14,7 +14,7 @@ from kernels.grouped import Choices, ExpertWeights, linear_by_expert, linear_by_
 from kernels.linear import linear
 from kernels.packed import PackedWeight, pack_float
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "F32/native": 1e-5, "Q8_0/native": 3e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "F32/native": 1e-5, "Q8_0/native": 6e-2}
 needs_native = pytest.mark.skipif(not available(), reason="no native kernels here")
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
