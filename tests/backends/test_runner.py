@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_runner(
-    model: Path, options: AttentionOptions, role: Role = "target", capture_layers: tuple[int, ...] = ()
+    model: Path,
+    options: AttentionOptions,
+    role: Role = "target",
+    capture_layers: tuple[int, ...] = (),
+    capture_graph: Callable[..., None] = lambda *_: None,
 ) -> ModelRunner:
     model_options = ModelOptions(model=str(model), dtype="float32", device="cpu")
     return ModelRunner(
@@ -49,7 +54,7 @@ def make_runner(
         max_running_requests=4,
         capture_layers=capture_layers,
         build_backends=partial(build_attention_backends, specs=registry()),
-        capture_graph=lambda *_: None,
+        capture_graph=capture_graph,
     )
 
 
@@ -118,6 +123,18 @@ def test_pdmux_decodes_on_the_groups_backend(model: Path) -> None:
         {ForwardMode.DECODE},
         set(),
     ]
+
+
+@pytest.mark.parametrize(("variant", "captures"), [("plain", 1), ("pd-mux", 0)])
+def test_pdmux_captures_no_pass_since_that_would_be_bound_to_one_backend(
+    model: Path, variant: str, captures: int
+) -> None:
+    captured: list[object] = []
+    runner = started(
+        make_runner(model, OPTIONS[variant], capture_graph=lambda *parts: captured.append(parts[2]))
+    )
+    runner.init_graphs()
+    assert captured == [runner.attn_backend] * captures
 
 
 def test_a_recomputed_output_is_no_prompt(model: Path) -> None:

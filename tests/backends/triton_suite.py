@@ -62,14 +62,12 @@ def test_equals_dense_attention(
         torch.testing.assert_close(rows.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
-    ("dtype", "pool_dtype"),
+    ("name", "dtype", "pool_dtype"),
     [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.bfloat16, FP8),
-        (torch.float32, INT8),
+        *((name, dtype, dtype) for name in LAYERS for dtype in (torch.float32, torch.bfloat16)),
+        ("grouped", torch.float32, INT8),
+        ("latent", torch.bfloat16, FP8),
     ],
     ids=str,
 )
