@@ -110,7 +110,7 @@ _ARCHITECTURES = {
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 # Multimodal models that are served as the text model in their text_config, and its model_type.
-_TEXT_MODELS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3"}
+_TEXT_MODELS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", **hybrid.TEXT_MODELS}
 
 
 class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,17 +180,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_topk_prob: bool = False
     sparse_layers: tuple[int, ...] = ()  # layers whose MLP is a mixture of experts
     num_shared_experts: int = 0  # that every token takes
-    router_scoring: RouterScoring = (
-        "softmax"  # sigmoid: with a bias that corrects the choice, not the weights
-    )
+    router_scoring: RouterScoring = "softmax"  # sigmoid: a bias corrects the choice, not the weights
     num_expert_groups: int = 1
     num_groups_per_tok: int = 1  # groups that a token's experts are chosen from
     routed_scaling_factor: float = 1.0
+    moe_latent_size: int = 0  # of what routed experts see; 0: the hidden size
 
     has_mamba_layers: bool = False  # that keep recurrent state
     state: StateConfig | None = None
     partial_rotary_factor: float = 1.0  # of a head's columns, which are rotated; 0: positions are not encoded
     residual_scale: float = 1.0  # of what a layer adds
+    logits_divisor: float = 1.0
     shared_expert_size: int = 0  # of an MLP that every token takes, by a gate of its own
 
     bos_token_id: int | None = None
@@ -386,7 +386,7 @@ class _Reader:
 
     def _experts(self, layers: int) -> dict[str, Any]:
         """Fields of mixtures of experts; none for the families without."""
-        if self.model_type in ("qwen3_moe", "qwen3_next"):
+        if self.model_type in ("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"):
             return {
                 "num_experts": self._int("num_local_experts", self._int("num_experts")),
                 "num_experts_per_tok": self._int("num_experts_per_tok"),

@@ -93,6 +93,8 @@ class Decoder(CausalLM):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head(hidden).float()
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
         cap = self.config.final_logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

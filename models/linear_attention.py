@@ -113,3 +113,40 @@ class GatedDeltaNet(StateMixer):
     def _normalise(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.unflatten(1, (-1, self.state.key_dim))
         return (heads * torch.rsqrt(heads.pow(2).sum(-1, keepdim=True) + 1e-6)).flatten(1)
+
+
+class Mamba2Mixer(StateMixer):
+    """Mamba-2 (Dao and Gu, 2024): values are inputs times a step size, keys and queries its B and C."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, prefix: str, source: Weights) -> None:
+        super().__init__(config, layer_id, prefix, source)
+        state, hidden = self.state, config.hidden_size
+        self.width = state.num_heads * state.value_dim
+        self.skip = source.tensor(f"{prefix}.D", (state.num_heads,)).unsqueeze(-1)
+        self.in_proj = Linear.load(
+            source,
+            prefix,
+            ("in_proj",),
+            (self.width + state.conv_channels + state.num_heads,),
+            hidden,
+            state.projection_bias,
+        )
+        self.norm = GatedNorm(
+            source.vector(f"{prefix}.norm.weight", self.width), config.rms_norm_eps, gate_first=True
+        )
+        self.out_proj = Linear.load(
+            source, prefix, ("out_proj",), (hidden,), self.width, state.projection_bias
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, hidden_size] to the same."""
+        state = self.state
+        gate, mixed, step = self.in_proj(hidden).split((self.width, state.conv_channels, state.num_heads), 1)
+        x, key, query = self.convolve(mixed).split(
+            (self.width, *(state.num_key_heads * state.key_dim,) * 2), 1
+        )
+        x = x.unflatten(1, (state.num_heads, state.value_dim))
+        step = rowwise(softplus, step.float() + self.dt_bias).clamp(*state.time_step_limit)
+        out = self.recur(query, key, x * step.unsqueeze(-1), step * self.decay) + x * self.skip
+        groups = out.flatten(1).unflatten(1, (state.num_key_heads, -1))
+        return self.out_proj(self.norm(groups, gate, hidden.dtype))

@@ -65,25 +65,39 @@ class Router(torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """down(act(gate(x)) * up(x)) of every expert, named `prefix.{expert}.{gate,up,down}_proj`."""
+    """down(act(gate(x)) * up(x)) of every expert."""
 
-    def __init__(self, config: ModelConfig, prefix: str, source: Weights) -> None:
+    def __init__(
+        self, config: ModelConfig, gate_up_proj: tuple[ExpertWeights, ...], down_proj: ExpertWeights
+    ) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
+        self.act = silu if config.activation == "silu" else gelu_tanh
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    @classmethod
+    def load(cls, config: ModelConfig, prefix: str, source: Weights) -> Experts:
+        """From matrices named `prefix.{expert}.{gate,up,down}_proj` or, fused, tensors `prefix.{gate_up,down}_proj`."""
+        if source.has(f"{prefix}.gate_up_proj"):
+            return cls.fused(config, f"{prefix}.gate_up_proj", f"{prefix}.down_proj", source)
         count, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
         names = [f"{prefix}.{expert}" for expert in range(count)]
-        self.num_experts = count
-        self.act = silu if config.activation == "silu" else gelu_tanh
-        self.gate_up_proj = _stack(
-            count,
-            (
-                source.matrices(
-                    [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"], (inner, inner), hidden
-                )
-                for name in names
-            ),
+        gate_up = (
+            source.matrices([f"{name}.gate_proj.weight", f"{name}.up_proj.weight"], (inner, inner), hidden)
+            for name in names
         )
-        self.down_proj = _stack(
-            count, (source.matrices([f"{name}.down_proj.weight"], (hidden,), inner) for name in names)
+        down = (source.matrices([f"{name}.down_proj.weight"], (hidden,), inner) for name in names)
+        return cls(config, stack(count, gate_up), *stack(count, down))
+
+    @classmethod
+    def fused(cls, config: ModelConfig, gate_up: str, down: str, source: Weights) -> Experts:
+        """From two tensors, [num_experts, 2 * inner, hidden_size] and [num_experts, hidden_size, inner]."""
+        count, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        return cls(
+            config,
+            stack(count, source.slices(gate_up, count, 2 * inner, hidden)),
+            *stack(count, source.slices(down, count, hidden, inner)),
         )
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -92,8 +106,7 @@ class Experts(torch.nn.Module):
         rows = x.index_select(0, choices.order // chosen.shape[1])
         gate_up = [linear_by_expert(rows, weights, choices) for weights in self.gate_up_proj]
         gate, up = gate_up[0].chunk(2, dim=-1) if len(gate_up) == 1 else gate_up
-        (down,) = self.down_proj
-        out = linear_by_expert(activate(self.act, gate) * up, down, choices)
+        out = linear_by_expert(activate(self.act, gate) * up, self.down_proj, choices)
         return torch.empty_like(out).index_copy_(0, choices.order, out).unflatten(0, chosen.shape)
 
 
@@ -103,7 +116,7 @@ class SparseMLP(torch.nn.Module):
     def __init__(self, config: ModelConfig, prefix: str, source: Weights) -> None:
         super().__init__()
         self.gate = Router(config, f"{prefix}.gate", source)
-        self.experts = Experts(config, f"{prefix}.experts", source)
+        self.experts = Experts.load(config, f"{prefix}.experts", source)
         self.shared_experts: GatedMLP | None = None
         if config.num_shared_experts:
             size = config.num_shared_experts * config.moe_intermediate_size
@@ -112,13 +125,19 @@ class SparseMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] to the same."""
         weights, chosen = self.gate(x)
-        mixed = self.experts(x, chosen) * weights.to(x.dtype).unsqueeze(-1)
-        # Added one by one: the sum of a token does not depend on the others in the batch.
-        routed = functools.reduce(torch.add, mixed.unbind(1))
+        routed = weighted_sum(self.experts(x, chosen), weights)
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
-def _stack(count: int, experts: Iterable[tuple[PackedWeight, ...]]) -> tuple[ExpertWeights, ...]:
+def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """outputs [T, k, n] of each token's experts by their weights [T, k]: [T, n].
+
+    Added one by one: the sum of a token does not depend on the others in the batch.
+    """
+    return functools.reduce(torch.add, (outputs * weights.to(outputs.dtype).unsqueeze(-1)).unbind(1))
+
+
+def stack(count: int, experts: Iterable[tuple[PackedWeight, ...]]) -> tuple[ExpertWeights, ...]:
     """One stack for each of the matrices that every expert has. They are copied as they come."""
     stacks: tuple[ExpertWeights, ...] = ()
     for expert, matrices in enumerate(experts):

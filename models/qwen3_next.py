@@ -64,13 +64,15 @@ class GatedSharedMLP(torch.nn.Module):
         super().__init__()
         self.routed = SparseMLP(config, prefix, source)
         self.shared_expert = GatedMLP(config, f"{prefix}.shared_expert", config.shared_expert_size, source)
-        self.shared_expert_gate = Linear.load(
-            source, prefix, ("shared_expert_gate",), (1,), config.hidden_size, False
+        self.shared_expert_gate = source.tensor(
+            f"{prefix}.shared_expert_gate.weight", (1, config.hidden_size)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] to the same."""
-        gate = rowwise(torch.sigmoid, self.shared_expert_gate(x).float()).to(x.dtype)
+        # A sum of products: a matrix product by a single row is not the same for every row of a tile.
+        gate = (x.float() * self.shared_expert_gate).sum(-1, keepdim=True)
+        gate = rowwise(torch.sigmoid, gate).to(x.dtype)
         return self.routed(x) + gate * self.shared_expert(x)
 
 

@@ -8,11 +8,15 @@ from models.decoder import Decoder
 from models.deepseek_v2 import DeepseekV2ForCausalLM
 from models.dflash_config import ARCHITECTURE as DFLASH
 from models.gemma3 import Gemma3ForCausalLM
+from models.granite_hybrid import GraniteMoeHybridForCausalLM
 from models.lfm2 import Lfm2ForCausalLM
 from models.llama import LlamaForCausalLM
+from models.mamba2 import Mamba2ForCausalLM
 from models.mistral import MistralForCausalLM
+from models.nemotron_h import NemotronHForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
 from models.qwen3 import Qwen3ForCausalLM
+from models.qwen3_5 import Qwen3_5ForCausalLM
 from models.qwen3_moe import Qwen3MoeForCausalLM
 from models.qwen3_next import Qwen3NextForCausalLM
 
@@ -23,7 +27,14 @@ FAMILIES: dict[str, type[Decoder]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5ForCausalLM,
     "Lfm2ForCausalLM": Lfm2ForCausalLM,
+    "Mamba2ForCausalLM": Mamba2ForCausalLM,
+    "NemotronHForCausalLM": NemotronHForCausalLM,
+    "GraniteMoeHybridForCausalLM": GraniteMoeHybridForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV2ForCausalLM,
     "KimiK25ForConditionalGeneration": DeepseekV2ForCausalLM,

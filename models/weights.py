@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 
 import msgspec
@@ -67,6 +67,17 @@ class Weights:
         tensor = self._source.tensor(self._read(name))
         self._check(name, tuple(tensor.shape), shape)
         return tensor.to(self.device, torch.float32, copy=True)
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has the tensor `name`."""
+        return self._own_names.get(name, name) in self._source.names()
+
+    def slices(self, name: str, count: int, rows: int, columns: int) -> Iterator[tuple[PackedWeight]]:
+        """The matrices [rows, columns] that the tensor `name` [count, rows, columns] is made of, one by one."""
+        tensor = self._source.tensor(self._read(name))
+        self._check(name, tuple(tensor.shape), (count, rows, columns))
+        for matrix in tensor:
+            yield (hold(pack_float(matrix), self._precision, self.device),)
 
     def renamed(self, canonical: Callable[[str], str]) -> Weights:
         """The same weights, each under the name that `canonical` makes of its own."""

@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -51,9 +61,54 @@ def _qwen3_next(**changes: Any) -> PreTrainedModel:
     return Qwen3NextForCausalLM(Qwen3NextConfig(**{**_SHAPE, **_ATTENTION, **_DELTA, **_EXPERTS, **changes}))
 
 
+def _qwen3_5(**changes: Any) -> PreTrainedModel:
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_ATTENTION, **_DELTA, **changes}))
+
+
+def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
+    attention = {key: value for key, value in _ATTENTION.items() if key != "intermediate_size"}
+    config = Qwen3_5MoeTextConfig(**{**_SHAPE, **attention, **_DELTA, **_EXPERTS, **changes})
+    return Qwen3_5MoeForCausalLM(config)
+
+
 def _lfm2(**changes: Any) -> PreTrainedModel:
     shape = {"block_multiple_of": 16, "full_attn_idxs": [1, 3]}
     return Lfm2ForCausalLM(Lfm2Config(**{**_SHAPE, **_ATTENTION, **shape, **changes}))
+
+
+def _mamba2(**changes: Any) -> PreTrainedModel:
+    shape = {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 24}
+    return Mamba2ForCausalLM(Mamba2Config(**{**_SHAPE, **shape, **changes}))
+
+
+def _nemotron_h(**changes: Any) -> PreTrainedModel:
+    shape = {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+        "head_dim": 24,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 40,
+    }
+    attention = {key: value for key, value in _ATTENTION.items() if key != "num_hidden_layers"}
+    return NemotronHForCausalLM(NemotronHConfig(**{**_SHAPE, **attention, **shape, **changes}))
+
+
+def _granite(**changes: Any) -> PreTrainedModel:
+    shape = {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 24,
+        "shared_intermediate_size": 40,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 1.5,
+    }
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**_SHAPE, **_ATTENTION, **shape, **changes}))
 
 
 CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -69,9 +124,38 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-next-equal-heads": lambda: _qwen3_next(
         linear_num_key_heads=4, linear_value_head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
+    "qwen3-5": _qwen3_5,
+    "qwen3-5-tied": lambda: _qwen3_5(
+        tie_word_embeddings=True, layer_types=["linear_attention"] * 3 + ["full_attention"]
+    ),
+    "qwen3-5-experts": _qwen3_5_moe,
     "lfm2": _lfm2,
     "lfm2-biases": lambda: _lfm2(
         conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False
+    ),
+    "mamba2": _mamba2,
+    "mamba2-biases": lambda: _mamba2(
+        use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1, tie_word_embeddings=True
+    ),
+    "mamba2-limited": lambda: _mamba2(time_step_limit=(0.1, 0.9)),
+    "nemotron-h": _nemotron_h,
+    "nemotron-h-biases": lambda: _nemotron_h(use_bias=True, mlp_bias=True, n_groups=4, time_step_min=0.5),
+    "nemotron-h-experts": lambda: _nemotron_h(
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        num_experts_per_tok=3,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-h-latent-experts": lambda: _nemotron_h(
+        layers_block_type=["full_attention", "moe", "linear_attention", "mlp"],
+        moe_latent_size=24,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+    ),
+    "granite-hybrid": lambda: _granite(num_local_experts=0),
+    "granite-hybrid-experts": lambda: _granite(num_local_experts=4, mamba_n_groups=2, attention_bias=True),
+    "granite-hybrid-rope": lambda: _granite(
+        num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True, tie_word_embeddings=True
     ),
     "lfm2-multiplied": lambda: _lfm2(block_ffn_dim_multiplier=1.3, full_attn_idxs=[0]),
 }

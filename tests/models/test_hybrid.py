@@ -42,7 +42,12 @@ def test_a_prompt_equals_transformers(pair: Callable[[str], Pair], name: str) ->
     assert_close(Sequences(model).extend({0: ids})[0], reference_logits(reference, ids))
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+# transformers' step of Mamba-2 does not heed the limits of a time step, as its prefill does; and pure Mamba-2 hands its
+# cache on in another way.
+STEPPED = [name for name in CHECKPOINTS if name != "nemotron-h-biases" and not name.startswith("mamba2")]
+
+
+@pytest.mark.parametrize("name", STEPPED)
 def test_decoding_equals_transformers_decoding(pair: Callable[[str], Pair], name: str) -> None:
     reference, model = pair(name)
     ids = prompt(40)
