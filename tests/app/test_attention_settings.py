@@ -23,6 +23,7 @@ from backends.two_batch import TwoBatchBackend
 from containers.application import ApplicationContainer
 from kernels.triton.attention import INTERPRETED
 from tests.backends.fakes import NamedBackend, registry
+from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
 
 DEADLINE = 120  # seconds, for what takes one
@@ -140,8 +141,58 @@ def test_a_narrow_cache_serves_and_speculation_changes_nothing(model: Path, aske
         assert sampled == sampled_speculated
 
 
-@pytest.mark.parametrize("setting", ["attention-backend", "decode-attention-backend"])
+@pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled for the GPU in this process")
+@pytest.mark.parametrize("algorithm", ["dflash", "standalone"])
+def test_target_and_drafter_have_backends_and_caches_of_their_own(
+    model: Path, tmp_path: Path, algorithm: str
+) -> None:
+    """MLA apart, what crashed in the seed: the drafter on another backend, and a prompt whose beginning is cached."""
+    drafter = model
+    if algorithm == "dflash":
+        make_drafter(
+            tmp_path,
+            vocab_size=257,
+            block_size=4,
+            hidden_size=32,
+            num_target_layers=1,
+            dflash_config={"target_layer_ids": [0]},
+        )
+        drafter = tmp_path
+    flags = [
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(drafter)),
+        *("--speculative-num-draft-tokens", "4", "--speculative-draft-attention-backend", "triton"),
+        *("--attention-backend", "torch_native"),
+        *("--kv-cache-dtype", "int8", "--speculative-draft-kv-cache-dtype", "fp8"),
+    ]
+    with served(model, *flags) as (client, container):
+        workers = client.get("/server_info").json()["workers"]
+        chosen = {
+            role: [
+                worker["prefill_attention_backend"],
+                worker["decode_attention_backend"],
+                worker["kv_cache_dtype"],
+            ]
+            for role, worker in workers.items()
+        }
+        assert chosen == {
+            "target": ["torch_native", "torch_native", "int8"],
+            "draft": ["triton", "triton", "fp8_e4m3"],
+        }
+        asked = dict(prompts=PROMPTS[:2], max_tokens=8, temperature=1.0)
+        plain = complete(client, **asked, speculation={"algorithm": "none"})
+        assert complete(client, **asked) == plain
+        assert complete(client, **asked) == plain
+        pool = container.draft.runner().kv_pool
+        assert pool.key.float().any()
+
+
+@pytest.mark.parametrize(
+    "setting", ["attention-backend", "decode-attention-backend", "speculative-draft-attention-backend"]
+)
 def test_a_backend_that_nobody_knows_is_refused_before_anything_loads(model: Path, setting: str) -> None:
-    settings = parse(["serve", "--model", str(model), f"--{setting}", "fast"], {})[1].arguments["settings"]
+    argv = ["serve", "--model", str(model), f"--{setting}", "fast"]
+    if "draft" in setting:
+        argv += ["--speculative-algorithm", "standalone", "--speculative-draft-model-path", str(model)]
+    settings = parse(argv, {})[1].arguments["settings"]
     with pytest.raises(SettingsError, match=f"--{setting} fast"):
         build(settings)
