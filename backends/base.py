@@ -36,7 +36,10 @@ class LatentAttentionLayer(AttentionLayer, Protocol):
     """A layer whose cache holds compressed entries (MLA); `num_kv_heads` is 1, `head_dim` an entry's width."""
 
     def decompress(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, head_dim] to the keys [N, num_heads, k_dim] and values [N, num_heads, v_dim] that are made of them."""
+        """[N, head_dim] to the keys [N, num_heads, k_dim] and values [N, num_heads, v_dim] that are made of them.
+
+        The bits of one may depend on N and on its place, so a backend that promises them gives blocks of one size.
+        """
 
 
 class StateLayer(Protocol):

@@ -89,11 +89,9 @@ def attend_mha(
     tiles = query.index_select(0, plan.rows.flatten()).float().unflatten(0, plan.rows.shape).transpose(1, 2)
     running: RunningSoftmax | None = None
     for part in plan.rounds:
-        entries, _ = batch.kv_pool.gather(layer.layer_id, part.slots.flatten())
-        keys, values = (
-            decompressed.float().unflatten(0, part.slots.shape).transpose(1, 2)
-            for decompressed in layer.decompress(entries.squeeze(1))
-        )
+        entries, _ = batch.kv_pool.gather(layer.layer_id, part.slots)
+        blocks = [layer.decompress(block) for block in entries.squeeze(2)]
+        keys, values = (torch.stack(of_all).float().transpose(1, 2) for of_all in zip(*blocks, strict=True))
         seen = part.keys <= plan.last_seen[part.tiles].unsqueeze(-1)
         mask = torch.where(seen, 0.0, MASKED).unsqueeze(1)
         out, lse = partial_attention(

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import linear
 
 from backends.dispatch import LatentPart, latent_parts
 from backends.forward import ForwardBatch, forward_context, get_attn_backend, get_forward_context
 from backends.handlers import AttnForwardMethod
 from backends.kv_pool import KVLayout
 from kernels.grouped import linear_by_head
-from kernels.linear import linear
-from kernels.packed import pack_float
 from models.base import HiddenStates
 from models.config import ModelConfig
 from models.decoder import Decoder
@@ -92,9 +91,8 @@ class LatentAttention(torch.nn.Module):
         return self.o_proj(out.flatten(1))
 
     def decompress(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, head_dim] cached entries to keys and values for each head."""
         latent, rope = entries.to(self.kv_b.dtype).split((self.latent_dim, self.rope_dim), dim=-1)
-        both = linear(latent, pack_float(self.kv_b.flatten(0, 1))).unflatten(-1, (self.num_heads, -1))
+        both = linear(latent, self.kv_b.flatten(0, 1)).unflatten(-1, (self.num_heads, -1))
         nope, values = both.tensor_split((self.nope_dim,), dim=-1)
         return torch.cat((nope, rope.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), values
 
