@@ -7,6 +7,7 @@ absorbed form, needs nothing of its own: it is attention over one wide head of k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,86 +21,76 @@ BLOCK = 256  # positions that are decompressed at once
 
 
 @dataclass(frozen=True, slots=True)
-class _Round:
-    """One block of positions of every sequence that reaches it.
+class _Block:
+    """Positions that are decompressed together: `positions` [BLOCK], and the `slots` [BLOCK] that they are in, behind
+    the end of the context its last one again. tiles: [n] which of the prompt's tiles see some of it."""
 
-    keys: [BLOCK] the positions. slots: [S, BLOCK] where they are; behind a sequence's end, its last one again.
-    tiles: [N] those that see some of the block. sequences: [N] which of the S each of them belongs to.
-    """
-
-    keys: torch.Tensor
+    positions: torch.Tensor
     slots: torch.Tensor
     tiles: torch.Tensor
-    sequences: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class MHAPlan:
-    """A pass in tiles of query rows, and the blocks that these see, in order of position.
+class Prompt:
+    """The query rows of one sequence, in tiles, and the blocks that they see, in order of position.
 
-    rows: [N, TILE] of the batch; what stands behind a tile's last row is filled up with it. last_seen: [N, TILE] the
-    last position that each of them sees. valid: [T] those of all tiles' rows that are the batch's, in order.
+    rows: [N, TILE] of the batch; what stands behind the last one, the `count`-th, is filled up with it. last_seen:
+    [N, TILE] the last position that each of them sees.
     """
 
+    count: int
     rows: torch.Tensor
     last_seen: torch.Tensor
-    valid: torch.Tensor
-    rounds: tuple[_Round, ...]
+    blocks: tuple[_Block, ...]
 
 
-def plan_mha(batch: ForwardBatch) -> MHAPlan:
+def plan_mha(batch: ForwardBatch) -> list[Prompt]:
     """Worked out once a pass, for all of its layers."""
+    prompts, first = [], 0
+    for count, context, table_row in zip(batch.query_lens, batch.context_lens, batch.table_rows, strict=True):
+        prompts.append(_prompt(batch, first, count, context, table_row))
+        first += count
+    return prompts
+
+
+def _prompt(batch: ForwardBatch, first: int, count: int, context: int, table_row: int) -> Prompt:
     device = batch.slot_table.device
-    tiles: list[tuple[int, int, int, int]] = []  # sequence, first row, rows, last position that is seen
-    row = 0
-    for sequence, (queries, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        for start in range(0, queries, TILE):
-            count = min(TILE, queries - start)
-            last = context - queries + start + count if batch.causal else context
-            tiles.append((sequence, row + start, count, last - 1))
-        row += queries
-    sequences, firsts, counts, lasts = torch.tensor(tiles, device=device).view(-1, 4).unbind(1)
-    within = torch.arange(TILE, device=device).minimum(counts.unsqueeze(1) - 1)
-    rows = firsts.unsqueeze(1) + within
-    contexts = torch.tensor(batch.context_lens, device=device)
-    table_rows = torch.tensor(batch.table_rows, device=device)
-    rounds = []
-    for start in range(0, max((last for *_, last in tiles), default=-1) + 1, BLOCK):
-        keys = torch.arange(start, start + BLOCK, device=device)
-        seeing = (lasts >= start).nonzero().squeeze(1)
-        reached, index = sequences[seeing].unique(return_inverse=True)
-        positions = keys.minimum(contexts[reached].unsqueeze(1) - 1)
-        slots = batch.slot_table[table_rows[reached].unsqueeze(1), positions].long()
-        rounds.append(_Round(keys, slots, seeing, index))
-    return MHAPlan(
-        rows=rows,
-        last_seen=batch.positions[rows] if batch.causal else contexts[sequences].unsqueeze(1) - 1,
-        valid=(torch.arange(TILE, device=device) < counts.unsqueeze(1)).flatten().nonzero().squeeze(1),
-        rounds=tuple(rounds),
-    )
+    within = torch.arange(-(-count // TILE) * TILE, device=device).clamp_(max=count - 1).view(-1, TILE)
+    last_seen = within + (context - count) if batch.causal else torch.full_like(within, context - 1)
+    blocks = []
+    for start in range(0, context, BLOCK):
+        positions = torch.arange(start, start + BLOCK, device=device)
+        slots = batch.slot_table[table_row, positions.clamp(max=context - 1)].long()
+        blocks.append(_Block(positions, slots, (last_seen[:, -1] >= start).nonzero().squeeze(1)))
+    return Prompt(count, within + first, last_seen, tuple(blocks))
 
 
 def attend_mha(
-    query: torch.Tensor, layer: LatentAttentionLayer, batch: ForwardBatch, plan: MHAPlan
+    query: torch.Tensor, layer: LatentAttentionLayer, batch: ForwardBatch, prompts: Sequence[Prompt]
 ) -> torch.Tensor:
     """query [T, num_heads, k_dim] over the entries in the pool, the pass's own among them: [T, num_heads, v_dim].
 
-    What is held besides the result is one decompressed block of every sequence.
+    What is held besides the result is one decompressed block.
     """
-    tiles = query.index_select(0, plan.rows.flatten()).float().unflatten(0, plan.rows.shape).transpose(1, 2)
+    return torch.cat([_attend(query, layer, batch, prompt) for prompt in prompts]).to(query.dtype)
+
+
+def _attend(
+    query: torch.Tensor, layer: LatentAttentionLayer, batch: ForwardBatch, prompt: Prompt
+) -> torch.Tensor:
+    """[count, num_heads, v_dim] float32."""
+    tiles = query.index_select(0, prompt.rows.flatten()).float()
+    tiles = tiles.unflatten(0, prompt.rows.shape).transpose(1, 2)
     running: RunningSoftmax | None = None
-    for part in plan.rounds:
-        entries, _ = batch.kv_pool.gather(layer.layer_id, part.slots)
-        blocks = [layer.decompress(block) for block in entries.squeeze(2)]
-        keys, values = (torch.stack(of_all).float().transpose(1, 2) for of_all in zip(*blocks, strict=True))
-        seen = part.keys <= plan.last_seen[part.tiles].unsqueeze(-1)
+    for block in prompt.blocks:
+        entries, _ = batch.kv_pool.gather(layer.layer_id, block.slots)
+        key, value = (of_heads.float().transpose(0, 1) for of_heads in layer.decompress(entries.squeeze(1)))
+        seen = block.positions <= prompt.last_seen[block.tiles].unsqueeze(-1)
         mask = torch.where(seen, 0.0, MASKED).unsqueeze(1)
-        out, lse = partial_attention(
-            tiles[part.tiles], keys[part.sequences], values[part.sequences], mask, layer.scale
-        )
+        out, lse = partial_attention(tiles[block.tiles], key[None], value[None], mask, layer.scale)
         if running is None:  # every tile sees the first block
             running = RunningSoftmax.of(out, lse)
         else:
-            running.add(part.tiles, out, lse)
+            running.add(block.tiles, out, lse)
     assert running is not None
-    return running.result().transpose(1, 2).flatten(0, 1).index_select(0, plan.valid).to(query.dtype)
+    return running.result().transpose(1, 2).flatten(0, 1)[: prompt.count]

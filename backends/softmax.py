@@ -27,15 +27,16 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over one block, [W, heads, rows, v_dim], and the log-sum-exp of its scores, [W, heads, rows, 1].
 
-    query: [W, heads, rows, dim], key: [W, heads, keys, dim], value: [W, heads, keys, v_dim], float32. `mask` is added
-    to the scores.
+    query: [W, heads, rows, dim]; key: [W, heads, keys, dim]; value: [W, heads, keys, v_dim], float32; or one key and
+    value, [1, …], for all. `mask` is added to the scores.
     """
     width = value.shape[-1]
     if query.device.type == "cpu" and softcap is None and width <= query.shape[-1]:
         if width < query.shape[-1]:  # the kernel wants values as wide as keys
             value = pad(value, (0, query.shape[-1] - width))
+        all_items = (len(query), -1, -1, -1)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
+            query, key.expand(all_items), value.expand(all_items), attn_mask=mask, scale=scale
         )
         return out[..., :width], lse.unsqueeze(-1)
     scores = query @ key.transpose(-1, -2) * scale

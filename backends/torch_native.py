@@ -15,7 +15,7 @@ import torch
 
 from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch
-from backends.mla import MHAPlan, attend_mha, plan_mha
+from backends.mla import Prompt, attend_mha, plan_mha
 from backends.softmax import MASKED, RunningSoftmax, partial_attention
 
 TILE = 8  # query rows; over a latent cache 1, whose many heads are rows enough
@@ -54,7 +54,7 @@ class _Plan:
     tile: int
     valid: torch.Tensor
     parts: dict[int | None, list[_Part]] = field(default_factory=dict)
-    decompressed: MHAPlan | None = None
+    prompts: list[Prompt] | None = None
 
     def parts_for(self, window: int | None) -> list[_Part]:
         """The pass cut into parts of whole tiles."""
@@ -63,10 +63,10 @@ class _Plan:
             self.parts[window] = [_part(self.batch, window, some, self.tile) for some in _cut(tiles)]
         return self.parts[window]
 
-    def mha(self) -> MHAPlan:
-        if self.decompressed is None:
-            self.decompressed = plan_mha(self.batch)
-        return self.decompressed
+    def mha(self) -> list[Prompt]:
+        if self.prompts is None:
+            self.prompts = plan_mha(self.batch)
+        return self.prompts
 
 
 class TorchNativeBackend(AttentionBackend):
@@ -125,13 +125,11 @@ def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, par
     mask = part.mask.repeat(1, group, 1).unsqueeze(1)
     partial = []
     for items, blocks in part.calls:
-        queries = tiles.index_select(0, part.item_tile[items])
-        count = queries.shape[0]
         partial.append(
             partial_attention(
-                queries,
-                keys[blocks].expand(count, -1, -1, -1),
-                values[blocks].expand(count, -1, -1, -1),
+                tiles.index_select(0, part.item_tile[items]),
+                keys[blocks],
+                values[blocks],
                 mask[items],
                 layer.scale,
                 layer.logit_softcap,
