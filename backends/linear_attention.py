@@ -81,9 +81,9 @@ class _Plan:
     conv_taps: int
     taps: list[torch.Tensor]
     table_rows: torch.Tensor
-    fresh: torch.Tensor | None  # of table_rows, that have no state yet
+    without_inputs: torch.Tensor | None  # which of table_rows have seen nothing yet
     ordered_rows: torch.Tensor
-    ordered_fresh: torch.Tensor | None
+    without_state: torch.Tensor | None  # which of ordered_rows have no complete chunk yet
     cells: torch.Tensor
     query_cells: torch.Tensor
     out_cells: torch.Tensor
@@ -108,8 +108,8 @@ class LinearAttentionBackend:
         assert isinstance(plan, _Plan)
         pool = _pool(batch)
         before = pool.conv[layer.state_id].index_select(0, plan.table_rows)
-        if plan.fresh is not None:
-            before.index_fill_(0, plan.fresh, 0)
+        if plan.without_inputs is not None:
+            before.index_fill_(0, plan.without_inputs, 0)
         inputs = torch.cat((before.flatten(0, 1), x.to(before.dtype)))
         # Tap by tap: sums of products in one order, whatever the number of rows.
         out = inputs.index_select(0, plan.taps[0]).float() * layer.conv_weight[0]
@@ -153,8 +153,8 @@ class LinearAttentionBackend:
             *parts[2:],
         )
         state = pool.recurrent[layer_id].index_select(0, plan.ordered_rows)
-        if plan.ordered_fresh is not None:
-            state.index_fill_(0, plan.ordered_fresh, 0)
+        if plan.without_state is not None:
+            state.index_fill_(0, plan.without_state, 0)
         outs, states = [], []
         for number, (first, sequences, complete) in enumerate(plan.rounds):
             part = prepared.part(first, first + sequences)
@@ -294,8 +294,8 @@ def _plan(batch: ForwardBatch, pool: StatePool) -> _Plan:
     def indices(values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
-    def fresh(of: Sequence[_Span]) -> torch.Tensor | None:
-        found = [i for i, span in enumerate(of) if span.start == 0]
+    def before_position(position: int, of: Sequence[_Span]) -> torch.Tensor | None:
+        found = [i for i, span in enumerate(of) if span.start < position]
         return indices(found) if found else None
 
     ordered = [spans[i] for i in order]
@@ -313,9 +313,9 @@ def _plan(batch: ForwardBatch, pool: StatePool) -> _Plan:
             for tap in range(before + 1)
         ],
         table_rows=indices([span.table_row for span in spans]),
-        fresh=fresh(spans),
+        without_inputs=before_position(1, spans),
         ordered_rows=indices([span.table_row for span in ordered]),
-        ordered_fresh=fresh(ordered),
+        without_state=before_position(CHUNK, ordered),
         cells=indices(cells),
         query_cells=indices(query_cells),
         out_cells=indices(out_cells),

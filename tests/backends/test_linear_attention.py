@@ -109,8 +109,9 @@ def test_a_row_that_is_given_to_another_request_starts_with_no_state(model: Caus
     used, new = Sequences(model), Sequences(model)
     used.extend({0: some_tokens(random.Random(1), 50)})
     used.lengths[0] = 0
-    ids = some_tokens(random.Random(2), 20)
-    assert torch.equal(used.extend({0: ids})[0], new.extend({0: ids})[0])
+    for length in (1, 4, 1, 20):
+        ids = some_tokens(random.Random(2), length)
+        assert torch.equal(used.extend({0: ids})[0], new.extend({0: ids})[0])
 
 
 def test_a_pool_says_what_a_request_costs() -> None:
