@@ -21,10 +21,11 @@ from app.probes import probe_routes
 from app.routes import routes
 from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.version import version
-from backends.registry import installed_specs
+from backends.registry import BackendError, check_name, installed_specs
 from containers.application import ApplicationContainer
 from kernels.threads import default_threads, set_threads
 from models.base import ModelError
+from models.loader import resolve_device
 
 
 def build(settings: EngineSettings) -> ApplicationContainer:
@@ -32,9 +33,9 @@ def build(settings: EngineSettings) -> ApplicationContainer:
 
     Raises SettingsError, which names the setting or the file at fault.
     """
-    _check_attention_backends(settings)
     container = ApplicationContainer(settings=settings)
     try:
+        _check_attention_backends(settings)
         files = container.model_files()
         container.engine()  # makes everything but what start-up makes
     except ModelError as error:
@@ -49,8 +50,7 @@ def build(settings: EngineSettings) -> ApplicationContainer:
 
 
 def _check_attention_backends(settings: EngineSettings) -> None:
-    """Whether they are known. Whether they can run this model is seen once it is loaded."""
-    known = installed_specs()
+    """Whether they are known and run on the device. Whether they can serve this model is seen once it is loaded."""
     for setting in (
         "attention_backend",
         "prefill_attention_backend",
@@ -58,9 +58,13 @@ def _check_attention_backends(settings: EngineSettings) -> None:
         "speculative_draft_attention_backend",
     ):
         name = getattr(settings, setting)
-        if name is not None and name not in known:
-            flag = setting.replace("_", "-")
-            raise SettingsError(f"--{flag} {name}: no such attention backend; there are {', '.join(known)}")
+        if name is None:
+            continue
+        device = resolve_device(settings.device)
+        try:
+            check_name(name, device, installed_specs())
+        except BackendError as error:
+            raise SettingsError(f"--{setting.replace('_', '-')} {name}: {error}") from error
 
 
 class BearerAuth:

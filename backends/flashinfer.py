@@ -208,6 +208,8 @@ class FlashInferBackend(AttentionBackend):
 
 def unusable(device: torch.device, layout: KVLayout) -> str | None:
     """Why FlashInfer cannot serve `layout` on `device`, or None if it can."""
+    if device.type != "cuda":
+        return "it needs CUDA"
     if layout.is_latent:
         return "it reads no latent KV cache; flashinfer_mla does"
     if layout.head_dim != layout.v_head_dim or layout.head_dim not in _HEAD_DIMS:
@@ -216,9 +218,7 @@ def unusable(device: torch.device, layout: KVLayout) -> str | None:
 
 
 def unusable_here(device: torch.device, layout: KVLayout) -> str | None:
-    """Why neither FlashInfer backend can run on `device` over a cache of the layout's dtype."""
-    if device.type != "cuda":
-        return "it needs CUDA"
+    """Why neither FlashInfer backend can run on a CUDA device over a cache of the layout's dtype."""
     if find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed (pip install 'tandem[cuda]')"
     if torch.cuda.get_device_capability(device) < (8, 0):

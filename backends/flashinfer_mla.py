@@ -245,6 +245,8 @@ def handler(batch: ForwardBatch) -> AttnForwardMethod:
 
 def unusable(device: torch.device, layout: KVLayout) -> str | None:
     """Why FlashInfer cannot serve the latent `layout` on `device`, or None if it can."""
+    if device.type != "cuda":
+        return "it needs CUDA"
     if not layout.is_latent:
         return "it reads latent KV caches only; flashinfer reads the others"
     if layout.head_dim < 192 or layout.head_dim % 128 != 64:

@@ -73,6 +73,9 @@ _BUILT_IN: BackendSpecs = {
     ),
 }
 
+# Keys and values, and latent entries, as most models have them.
+_COMMON_LAYOUTS = (KVLayout(1, 8, 128, 128, torch.bfloat16), KVLayout(1, 1, 576, 0, torch.bfloat16))
+
 # Where no name is given, in order of preference. Only built-in ones are chosen unasked.
 _AUTOMATIC = {"cuda": (TritonBackend.name, TorchNativeBackend.name)}
 _AUTOMATIC_ELSEWHERE = (TorchNativeBackend.name,)
@@ -103,14 +106,26 @@ def installed_specs() -> BackendSpecs:
 
 def usable_spec(name: str, device: torch.device, layout: KVLayout, specs: BackendSpecs) -> BackendSpec:
     """The backend called `name`. Raises BackendError if there is none, or if it cannot serve here."""
-    reasons = {other: spec.unusable(device, layout) for other, spec in specs.items()}
-    if name in specs and reasons[name] is None:
-        return specs[name]
+    _check(name, device, {other: spec.unusable(device, layout) for other, spec in specs.items()})
+    return specs[name]
+
+
+def check_name(name: str, device: torch.device, specs: BackendSpecs) -> None:
+    """Raises BackendError if there is no backend called `name`, or if it can serve no model on `device`."""
+    reasons = {
+        other: [spec.unusable(device, layout) for layout in _COMMON_LAYOUTS] for other, spec in specs.items()
+    }
+    _check(name, device, {other: None if None in each else each[0] for other, each in reasons.items()})
+
+
+def _check(name: str, device: torch.device, reasons: Mapping[str, str | None]) -> None:
+    if name in reasons and reasons[name] is None:
+        return
     usable = ", ".join(sorted(other for other, reason in reasons.items() if reason is None)) or "none"
     others = "".join(
         f"; {other}: {reason}" for other, reason in sorted(reasons.items()) if reason is not None
     )
-    problem = f"cannot run on {device}" if name in specs else "is unknown"
+    problem = f"cannot run on {device}" if name in reasons else "is unknown"
     raise BackendError(f"attention backend {name!r} {problem}; usable here: {usable}{others}")
 
 

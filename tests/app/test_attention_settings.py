@@ -187,12 +187,22 @@ def test_target_and_drafter_have_backends_and_caches_of_their_own(
 
 
 @pytest.mark.parametrize(
-    "setting", ["attention-backend", "decode-attention-backend", "speculative-draft-attention-backend"]
+    ("setting", "name", "problem"),
+    [
+        ("attention-backend", "fast", "is unknown"),
+        ("prefill-attention-backend", "flashinfer", "cannot run on cpu"),
+        ("decode-attention-backend", "flashinfer_mla", "cannot run on cpu"),
+        ("speculative-draft-attention-backend", "fast", "is unknown"),
+    ],
 )
-def test_a_backend_that_nobody_knows_is_refused_before_anything_loads(model: Path, setting: str) -> None:
-    argv = ["serve", "--model", str(model), f"--{setting}", "fast"]
+def test_a_backend_that_cannot_run_here_is_refused_before_anything_loads(
+    model: Path, setting: str, name: str, problem: str
+) -> None:
+    argv = ["serve", "--model", str(model), "--device", "cpu", f"--{setting}", name]
     if "draft" in setting:
         argv += ["--speculative-algorithm", "standalone", "--speculative-draft-model-path", str(model)]
-    settings = parse(argv, {})[1].arguments["settings"]
-    with pytest.raises(SettingsError, match=f"--{setting} fast"):
-        build(settings)
+    with pytest.raises(SettingsError) as caught:
+        build(parse(argv, {})[1].arguments["settings"])
+    text = str(caught.value)
+    assert f"--{setting} {name}: attention backend {name!r} {problem}; usable here: torch_native" in text
+    assert "; flashinfer: it needs CUDA; flashinfer_mla: it needs CUDA" in text
