@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -94,6 +95,13 @@ def test_selected_rows_are_those_rows_packed_alone(name: str | torch.dtype) -> N
     assert torch.equal(select_rows(pack(weight), rows).data, pack(alone).data)
     with pytest.raises(library.NativeError):
         select_rows(pack(weight), torch.tensor([ROWS]))
+
+
+def test_each_matrix_has_whole_cache_lines_of_its_own() -> None:
+    weights = [pack(file_weight(name, rows)).data for name in QUANTISED for rows in (16, 37, 3000)]
+    places = sorted((data.data_ptr(), data.data_ptr() + data.nbytes) for data in weights)
+    assert all(start % 64 == 0 for start, _ in places)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("name", QUANTISED)

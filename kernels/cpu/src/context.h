@@ -43,7 +43,7 @@ struct ContextPass {
     }
 
     void run(const Member& member) {
-        k.enter();
+        const unsigned before = k.enter();
         float* row = normed + (size_t)member.index * widest();
         int first, last;
         member.share(b.rows, first, last);
@@ -58,7 +58,7 @@ struct ContextPass {
         member.sync();
         product(member, m.kv, hidden_in, kv);
         write(member, row);
-        k.leave();
+        k.leave(before);
     }
 
     // Of each row and layer: keys are normed and rotated, then both go to the row's slot.

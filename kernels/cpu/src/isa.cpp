@@ -10,11 +10,12 @@
 const Kernels JOIN(kernels_, TANDEM_ISA) = {
     NAME_OF(TANDEM_ISA),
     TANDEM_ISA::linear_tile,
-    TANDEM_ISA::quantise_group,
+    TANDEM_ISA::quantise,
     TANDEM_ISA::rms_norm,
     TANDEM_ISA::rotate,
     TANDEM_ISA::gate,
     TANDEM_ISA::add_row,
+    TANDEM_ISA::add_tile,
     TANDEM_ISA::write_kv,
     TANDEM_ISA::dequantise_row,
     TANDEM_ISA::attend,

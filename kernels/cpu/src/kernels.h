@@ -62,19 +62,20 @@ struct Kernels {
     // out [rows][16] = rows [row, row + rows) of the activations times tile `tile` of the weight, bias not added.
     // row is a multiple of 16; out has room for rows rounded up to 16.
     void (*linear_tile)(const Weight&, int tile, const Activations&, int row, int rows, float* out);
-    void (*quantise_group)(const float* x, Record&, int row);
+    void (*quantise)(const float* x, int groups, Record* records, int row);
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     void (*rotate)(float* x, const float* cos, const float* sin, int head_dim);
     void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
     void (*add)(float* x, const float* y, int n);
+    void (*add_tile)(const float* tile, int rows, int lanes, float* to, size_t stride);  // tile [rows][16]
     void (*write_kv)(const float* x, void* out, int n, bool is_bf16);
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.
     void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);
     void (*merge)(float& maximum, float* row, float other_maximum, const float* other, int head_dim);
     void (*finish)(const float* row, int head_dim, float* out);
-    void (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
-    void (*leave)();
+    unsigned (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
+    void (*leave)(unsigned);
 };
 
 extern const Kernels kernels_scalar;

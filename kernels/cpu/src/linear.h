@@ -8,17 +8,11 @@ namespace TANDEM_ISA {
 
 constexpr int kPrefetch = 2048;  // bytes ahead of the weights being read: the hardware stops at page boundaries
 
-// One row's group: y += scale * d * dot (+ m * scaled_sum). The only place where floats are rounded.
+// One row's group, or half of one: y += scale * d * dot (+ m * scaled_sum). The only place where floats are rounded.
 template <class F>
 static inline f32 accumulate(f32 y, i32 dot, f32 d, f32 m, const Record& record, int row) {
     y = fma(to_float(dot), mul(splat(record.scale[row]), d), y);
     return F::has_minimum ? fma(m, splat(record.scaled_sum[row]), y) : y;
-}
-
-static inline f32 accumulate_halves(f32 y, i32 dot, i32 dot2, f32 d, f32 d2, const Record& record, int row) {
-    f32 scale = splat(record.scale[row]);
-    y = fma(to_float(dot), mul(scale, d), y);
-    return fma(to_float(dot2), mul(scale, d2), y);
 }
 
 template <class F>
@@ -40,19 +34,21 @@ static void few_rows(const uint8_t* tile, int groups, const Record* records, int
         F::Lines::unpack(lines, w);
         F::scales(tile, inner, d, d2, m);
         const Record& record = records[g];
-        for (int r = 0; r < kRows; r++) {
-            const int8_t* a = record.values[row + r];
-            if (F::has_halves) {
-                i32 dot = cancel_offset<F>(&record.half_sum[0][row + r]);
-                i32 dot2 = cancel_offset<F>(&record.half_sum[1][row + r]);
-                for (int j = 0; j < 4; j++) dot = dot4(dot, w[j], a + 4 * j);
-                for (int j = 4; j < 8; j++) dot2 = dot4(dot2, w[j], a + 4 * j);
-                y[r] = accumulate_halves(y[r], dot, dot2, d, d2, record, row + r);
-            } else {
-                i32 dot = cancel_offset<F>(&record.sum[row + r]);
-                for (int j = 0; j < 8; j++) dot = dot4(dot, w[j], a + 4 * j);
-                y[r] = accumulate<F>(y[r], dot, d, m, record, row + r);
+        // Rows go side by side through a line of weights: their chains of products hide each other's latency.
+        auto add = [&](int first, int last, const int32_t* negative_sum, f32 d) {
+            i32 dots[kRows];
+            for (int r = 0; r < kRows; r++) dots[r] = cancel_offset<F>(negative_sum + row + r);
+            for (int j = first; j < last; j++) {
+                const int line = F::has_halves ? j : j / 2 + j % 2 * 4;  // as they are unpacked
+                for (int r = 0; r < kRows; r++) dots[r] = dot4(dots[r], w[line], record.values[row + r] + 4 * line);
             }
+            for (int r = 0; r < kRows; r++) y[r] = accumulate<F>(y[r], dots[r], d, m, record, row + r);
+        };
+        if constexpr (F::has_halves) {
+            add(0, 4, record.half_sum[0], d);
+            add(4, 8, record.half_sum[1], d2);
+        } else {
+            add(0, 8, record.sum, d);
         }
         if (inner == groups_per_tile - 1) tile += F::bytes;
     }
@@ -72,21 +68,20 @@ struct TileConfig {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
-// Tile registers. For 16 and for 8 rows: integer sums, activations of 32 columns, activations of 16 columns.
-// For both: weights of 32 columns, weights of 16.
-enum { kSums16, kActs16, kHalfActs16, kSums8, kActs8, kHalfActs8, kWeights, kHalfWeights };
+// Tile registers: integer sums of 16 rows, activations and weights of 32 columns, the same of 16 columns.
+enum { kSums, kActs, kWeights, kHalfActs, kHalfWeights };
 
-static void enter() {
+static void configure_tiles() {
     alignas(64) TileConfig config = {};
     config.palette = 1;
-    const uint8_t rows[8] = {16, 16, 16, 8, 8, 8, 8, 4}, row_bytes[8] = {64, 32, 16, 64, 32, 16, 64, 64};
-    for (int t = 0; t < 8; t++) config.rows[t] = rows[t], config.row_bytes[t] = row_bytes[t];
+    const uint8_t rows[5] = {16, 16, 8, 16, 4}, row_bytes[5] = {64, 32, 64, 16, 64};
+    for (int t = 0; t < 5; t++) config.rows[t] = rows[t], config.row_bytes[t] = row_bytes[t];
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
-static void leave() { asm volatile("tilerelease" ::: "memory"); }
+static void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
 
-// sums [rows][16] = activations (signed) times weights (unsigned) over one group, or over half of one.
-template <int kSums, int kActs, int kW>
+// sums [16][16] = activations (signed) times weights (unsigned) over one group, or over half of one.
+template <int kA, int kW>
 static inline void tile_dot(const int8_t* activations, const uint8_t* weights, int32_t* sums) {
     asm volatile(
         "tilezero %%tmm%c[sums]\n\t"
@@ -96,7 +91,7 @@ static inline void tile_dot(const int8_t* activations, const uint8_t* weights, i
         "tilestored %%tmm%c[sums], (%[out],%[line],1)"
         :
         : [a] "r"(activations), [a_stride] "r"((long)kGroup), [w] "r"(weights), [line] "r"(64L), [out] "r"(sums),
-          [sums] "i"(kSums), [acts] "i"(kActs), [weights] "i"(kW)
+          [sums] "i"(kSums), [acts] "i"(kA), [weights] "i"(kW)
         : "memory");
 }
 
@@ -106,28 +101,25 @@ static inline const uint8_t* group_lines(const uint8_t* tile, int g) {
     return tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
 }
 
-// Adds groups [begin, end) to out [kRows][16]. The tile unit multiplies group g + 1 while group g is accumulated. The
+// Adds groups [begin, end) to out [16][16]. The tile unit multiplies group g + 1 while group g is accumulated. The
 // first block of rows to come by also fetches the weights that follow these: later, unpacking would wait for them.
-template <class F, int kRows, bool kFetch>
+template <class F, bool kFetch>
 static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end, const Record* records,
                        float* out) {
-    constexpr int kSums = kRows == 16 ? kSums16 : kSums8;
-    [[maybe_unused]] constexpr int kActs = kRows == 16 ? kActs16 : kActs8;
-    [[maybe_unused]] constexpr int kHalfActs = kRows == 16 ? kHalfActs16 : kHalfActs8;
     constexpr int groups_per_tile = F::columns / kGroup;
-    alignas(64) int32_t sums[2][2][16 * 16];
+    alignas(64) int32_t sums[2][2][kBlockRows * 16];
     auto dot = [&](int g) {
         const int8_t* a = &records[g].values[0][0];
         const uint8_t* w = weights + (size_t)(g - begin) * 512;
         if constexpr (F::has_halves) {
-            tile_dot<kSums, kHalfActs, kHalfWeights>(a, w, sums[g & 1][0]);
-            tile_dot<kSums, kHalfActs, kHalfWeights>(a + 16, w + 256, sums[g & 1][1]);
+            tile_dot<kHalfActs, kHalfWeights>(a, w, sums[g & 1][0]);
+            tile_dot<kHalfActs, kHalfWeights>(a + 16, w + 256, sums[g & 1][1]);
         } else {
-            tile_dot<kSums, kActs, kWeights>(a, w, sums[g & 1][0]);
+            tile_dot<kActs, kWeights>(a, w, sums[g & 1][0]);
         }
     };
-    f32 y[kRows];
-    for (int r = 0; r < kRows; r++) y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r);
+    f32 y[kBlockRows];
+    for (int r = 0; r < kBlockRows; r++) y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r);
     const size_t ahead = (size_t)(end - begin) / groups_per_tile * F::bytes;
     dot(begin);
     for (int g = begin; g < end; g++) {
@@ -140,30 +132,27 @@ static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, i
         f32 d, d2, m;
         F::scales(tile + (size_t)(g / groups_per_tile) * F::bytes, g % groups_per_tile, d, d2, m);
         const Record& record = records[g];
-        const int32_t* first = sums[g & 1][0];
-        [[maybe_unused]] const int32_t* second = sums[g & 1][1];
+        auto add = [&](const int32_t* sum, const int32_t* negative_sum, f32 d) {
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; r++) {
-            auto exact = [&](const int32_t* sum, const int32_t* negative_sum) {
-                i32 loaded = load_i(sum + 16 * r);
-                return F::offset_bits ? _mm512_add_epi32(loaded, cancel_offset<F>(negative_sum + r)) : loaded;
-            };
-            if constexpr (F::has_halves) {
-                y[r] = accumulate_halves(y[r], exact(first, record.half_sum[0]), exact(second, record.half_sum[1]),
-                                         d, d2, record, r);
-            } else {
-                y[r] = accumulate<F>(y[r], exact(first, record.sum), d, m, record, r);
+            for (int r = 0; r < kBlockRows; r++) {
+                i32 dot = load_i(sum + 16 * r);
+                if (F::offset_bits) dot = _mm512_add_epi32(dot, cancel_offset<F>(negative_sum + r));
+                y[r] = accumulate<F>(y[r], dot, d, m, record, r);
             }
-        }
+        };
+        add(sums[g & 1][0], F::has_halves ? record.half_sum[0] : record.sum, d);
+        if constexpr (F::has_halves) add(sums[g & 1][1], record.half_sum[1], d2);
     }
-    for (int r = 0; r < kRows; r++) store(out + kLanes * r, y[r]);
+    for (int r = 0; r < kBlockRows; r++) store(out + kLanes * r, y[r]);
 }
 
-constexpr int kBlockThreshold = 5;  // rows below which the tile unit costs more than it saves
-constexpr int kUnpacked = 24;       // groups unpacked at a time: 12 KB, which leaves the L1 room for activations
+// Of 16 rows, so many cost the vector unit more than the tile unit takes for all of them: what the two do overlaps
+// little, since tiles are loaded and stored through the vector unit's ports.
+constexpr int kBlockThreshold = 13;
+constexpr int kUnpacked = 24;  // groups unpacked at a time: 12 KB, which leaves the L1 room for activations
 
 template <class F>
-static void many_rows(const uint8_t* tile, int groups, const Record* records, int rows, float* out) {
+static void row_blocks(const uint8_t* tile, int groups, const Record* records, int blocks, float* out) {
     alignas(64) uint8_t weights[kUnpacked * 512];
     for (int begin = 0; begin < groups; begin += kUnpacked) {
         const int end = begin + kUnpacked < groups ? begin + kUnpacked : groups;
@@ -172,29 +161,50 @@ static void many_rows(const uint8_t* tile, int groups, const Record* records, in
             F::Lines::unpack(group_lines<F>(tile, g), w);
             for (int j = 0; j < 8; j++) store_i(weights + (size_t)(g - begin) * 512 + 64 * j, w[j]);
         }
-        const Record* block = records;
-        for (int r = 0; r < rows; r += kBlockRows, block += groups) {
-            auto add_block = r == 0 ? (rows - r > 8 ? block_rows<F, 16, true> : block_rows<F, 8, true>)
-                                    : (rows - r > 8 ? block_rows<F, 16, false> : block_rows<F, 8, false>);
-            add_block(tile, weights, begin, end, block, out + kLanes * r);
+        for (int b = 0; b < blocks; b++) {
+            auto add_block = b == 0 ? block_rows<F, true> : block_rows<F, false>;
+            add_block(tile, weights, begin, end, records + (size_t)b * groups, out + (size_t)b * kBlockRows * kLanes);
         }
     }
 }
 
 #else
-static void enter() {}
-static void leave() {}
+static void configure_tiles() {}
+static void release_tiles() {}
 #endif
+
+// Rows of a block that are not there are multiplied too, and what is in their place may be denormal: slow, if not
+// taken for zero. Returns the state of the thread that `leave` restores.
+static unsigned enter() {
+    configure_tiles();
+#if defined(__SSE__)
+    constexpr unsigned flush_to_zero = 0x8000, denormals_are_zero = 0x40;
+    const unsigned before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before | flush_to_zero | denormals_are_zero);
+    return before;
+#else
+    return 0;
+#endif
+}
+static void leave([[maybe_unused]] unsigned before) {
+    release_tiles();
+#if defined(__SSE__)
+    __builtin_ia32_ldmxcsr(before);
+#endif
+}
 
 template <class F>
 static void quantised_tile(const Weight& weight, int tile, const Activations& x, int row, int rows, float* out) {
     const int groups = x.columns / kGroup;
     const uint8_t* data = weight.data + (size_t)tile * (x.columns / F::columns) * F::bytes;
     const Record* records = x.records + (size_t)(row / kBlockRows) * groups;
+    int r = 0;
 #if defined(__AMX_INT8__)
-    if (rows >= kBlockThreshold) return many_rows<F>(data, groups, records, rows, out);
+    const int blocks = rows / kBlockRows + (rows % kBlockRows >= kBlockThreshold);
+    if (blocks > 0) row_blocks<F>(data, groups, records, blocks, out);
+    r = blocks * kBlockRows;
 #endif
-    for (int r = 0; r < rows; r += kRegisterRows) {
+    for (; r < rows; r += kRegisterRows) {
         const Record* block = records + (size_t)(r / kBlockRows) * groups;
         int count = rows - r < kRegisterRows ? rows - r : kRegisterRows;
         up_to<F, kRegisterRows>(count, data, groups, block, r % kBlockRows, out + kLanes * r);

@@ -6,19 +6,22 @@
 
 namespace TANDEM_ISA {
 
-static void quantise_group(const float* x, Record& record, int row) {
+static inline void quantise_group(const float* x, Record& record, int row) {
     f32 a = load(x), b = load(x + 16);
     float amax = largest(max(abs(a), abs(b)));
     f32 inverse = splat(amax > 0.0f ? 127.0f / amax : 0.0f);
-    i32 first = to_int(mul(a, inverse)), second = to_int(mul(b, inverse));
-    store_i8(record.values[row], first);
-    store_i8(record.values[row] + 16, second);
-    const int32_t half = sum_i(first), other_half = sum_i(second);
+    int32_t half, other_half;
+    store_i8(record.values[row], to_int(mul(a, inverse)), to_int(mul(b, inverse)), half, other_half);
     record.scale[row] = amax / 127.0f;
     record.scaled_sum[row] = record.scale[row] * (float)(half + other_half);
     record.sum[row] = -(half + other_half);
     record.half_sum[0][row] = -half;
     record.half_sum[1][row] = -other_half;
+}
+
+// A row's x [32 * groups] to row `row` of as many records.
+static void quantise(const float* x, int groups, Record* records, int row) {
+    for (int g = 0; g < groups; g++) quantise_group(x + g * kGroup, records[g], row);
 }
 
 // The lanes beyond n of the last vector of a row, as zeros.
@@ -89,6 +92,11 @@ static void add_row(float* x, const float* y, int n) {
     for_vectors(n, [&](int i, int count) {
         store_some(x + i, add(load_some(x + i, count), load_some(y + i, count)), count);
     });
+}
+
+static void add_tile(const float* tile, int rows, int lanes, float* to, size_t stride) {
+    for (int r = 0; r < rows; r++, tile += 16, to += stride)
+        store_some(to, add(load_some(to, lanes), load(tile)), lanes);
 }
 
 static void write_kv(const float* x, void* out, int n, bool is_bf16) {  // n is a multiple of 16

@@ -50,8 +50,16 @@ static inline i32 shift_left(i32 a) { return _mm512_slli_epi32(a, N); }
 template <int N>
 static inline i32 shift_right(i32 a) { return _mm512_srli_epi32(a, N); }
 static inline f32 bits_to_float(i32 a) { return _mm512_castsi512_ps(a); }
-static inline void store_i8(int8_t* p, i32 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
-static inline int32_t sum_i(i32 a) { return _mm512_reduce_add_epi32(a); }
+// 32 lanes within a byte's range to p, and the sums of each half
+static inline void store_i8(int8_t* p, i32 a, i32 b, int32_t& sum_a, int32_t& sum_b) {
+    __m256i bytes = _mm256_set_m128i(_mm512_cvtepi32_epi8(b), _mm512_cvtepi32_epi8(a));
+    _mm256_storeu_si256((__m256i*)p, bytes);
+    __m256i fours = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), bytes);
+    fours = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0x4e));
+    fours = _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));
+    sum_a = _mm_cvtsi128_si32(_mm256_castsi256_si128(fours));
+    sum_b = _mm_cvtsi128_si32(_mm256_extracti128_si256(fours, 1));
+}
 static inline void store_bf16(void* p, f32 a) {  // to nearest even; NaN stays NaN
     i32 bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), splat_i(1));
     i32 rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, splat_i(0x7fff))), 16);
@@ -71,9 +79,9 @@ static inline f32 load_s8(const void* p) {
 }
 // acc + the products of 4 unsigned weights a lane with the 4 signed activations at a, summed exactly
 static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
-    int32_t four;
-    std::memcpy(&four, a, 4);
-    return _mm512_dpbusd_epi32(acc, weights, _mm512_set1_epi32(four));
+    using four __attribute__((may_alias, aligned(1))) = int32_t;
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*(const four*)a));  // compilers load apart
+    return acc;
 }
 // lane i of out[j] is dword j at rows[i] + offset
 static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
@@ -144,7 +152,7 @@ static inline f32 pow2(f32 n) {
     __m256i bias = _mm256_set1_epi32(127);
     return bits_to_float(shift_left<23>({_mm256_add_epi32(e.lo, bias), _mm256_add_epi32(e.hi, bias)}));
 }
-static inline void store_i8(int8_t* p, i32 a) {  // lanes within a byte's range
+static inline void store_half_i8(int8_t* p, i32 a) {
     __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
@@ -153,6 +161,10 @@ static inline int32_t sum_i(i32 a) {
     __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
     q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+static inline void store_i8(int8_t* p, i32 a, i32 b, int32_t& sum_a, int32_t& sum_b) {
+    store_half_i8(p, a), store_half_i8(p + 16, b);
+    sum_a = sum_i(a), sum_b = sum_i(b);
 }
 static inline f32 load_f16(const void* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
@@ -224,8 +236,10 @@ template <int N>
 static inline i32 shift_right(i32 a) { LANES a.v[i] = (int32_t)((uint32_t)a.v[i] >> N); return a; }
 static inline f32 bits_to_float(i32 a) { f32 r; std::memcpy(r.v, a.v, 64); return r; }
 static inline f32 pow2(f32 n) { i32 e = to_int(n); LANES e.v[i] = (e.v[i] + 127) << 23; return bits_to_float(e); }
-static inline void store_i8(int8_t* p, i32 a) { LANES p[i] = (int8_t)a.v[i]; }
-static inline int32_t sum_i(i32 a) { int32_t s = 0; LANES s += a.v[i]; return s; }
+static inline void store_i8(int8_t* p, i32 a, i32 b, int32_t& sum_a, int32_t& sum_b) {
+    sum_a = sum_b = 0;
+    LANES p[i] = (int8_t)a.v[i], p[i + 16] = (int8_t)b.v[i], sum_a += a.v[i], sum_b += b.v[i];
+}
 static inline float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 0x3ff, bits;
     if (exponent == 0) {

@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int kRowChunk = 256;    // rows that go through a weight together: their activations stay in cache
-constexpr int kPrivateRows = 4;   // up to so many rows every thread prepares its own copy rather than wait for others
+constexpr int kPrivateRows = kBlockRows;  // so many rows every thread prepares for itself rather than wait for others
 
 size_t align64(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 int tiles_of(const Weight& w) { return (w.rows + 15) / 16; }
@@ -60,7 +60,17 @@ void put(const Kernels& k, Activations& a, int row, int at, int count, const flo
     if (a.floats != nullptr) std::memcpy(a.floats + (size_t)row * a.columns + at, x, sizeof(float) * count);
     if (a.records == nullptr) return;
     Record* records = a.records + (size_t)(row / kBlockRows) * (a.columns / kGroup) + at / kGroup;
-    for (int g = 0; g < count / kGroup; g++) k.quantise_group(x + g * kGroup, records[g], row % kBlockRows);
+    k.quantise(x, count / kGroup, records, row % kBlockRows);
+}
+
+// A tile's rows [16] to rows `stride` apart, of which `lanes` are there.
+void copy_tile(const float* tile, int rows, int lanes, float* to, size_t stride) {
+    for (int r = 0; r < rows; r++, tile += 16, to += stride) {
+        if (lanes == 16)
+            std::memcpy(to, tile, 16 * sizeof(float));
+        else
+            std::memcpy(to, tile, lanes * sizeof(float));
+    }
 }
 
 // Runs `done(part, first column, lanes, row, rows, out [rows][16])` over this member's tiles of the parts, which
@@ -183,7 +193,7 @@ public:
     }
 
     void run(const Member& member) {
-        k.enter();
+        const unsigned before = k.enter();
         embed(member);
         for (int l = 0; l < m.num_layers; l++) {
             attention(member, l);
@@ -191,7 +201,7 @@ public:
             capture(member, l);
         }
         head(member);
-        k.leave();
+        k.leave(before);
     }
 
 private:
@@ -225,9 +235,9 @@ private:
                                In in) {
         const bool is_private = rows <= kPrivateRows;
         Activations& to = is_private ? mine : everyones;
-        int first = 0, last = rows;
-        if (!is_private) member.share(rows, first, last);
-        for (int r = first; r < last; r++) {
+        int first = 0, last = blocks_of(rows);  // in whole blocks: two threads at one would pass its lines back and forth
+        if (!is_private) member.share(blocks_of(rows), first, last);
+        for (int r = first * kBlockRows; r < min(last * kBlockRows, rows); r++) {
             const float* row = in(r);
             if (norm != nullptr) {
                 k.rms_norm(row, norm, m.eps, to.columns, own[member.index].row);
@@ -256,13 +266,11 @@ private:
         Own& mine = own[member.index];
         linear(k, member, parts, 1, in, b.tokens, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
-                   for (int r = 0; r < rows; r++) {
-                       float* to = (norm ? added : x) + (size_t)(row + r) * m.hidden + column;
-                       if (norm)
-                           std::memcpy(to, out + 16 * r, sizeof(float) * lanes);
-                       else
-                           k.add(to, out + 16 * r, lanes);
-                   }
+                   float* to = (norm ? added : x) + (size_t)row * m.hidden + column;
+                   if (norm)
+                       copy_tile(out, rows, lanes, to, m.hidden);
+                   else
+                       k.add_tile(out, rows, lanes, to, m.hidden);
                });
         member.sync();
         if (norm != nullptr) add_normed(member, norm);
@@ -278,9 +286,7 @@ private:
         const int offsets[] = {0, q_size, q_size + kv_size};
         linear(k, member, parts, 3, in, b.tokens, mine.tile,
                [&](int part, int column, int lanes, int row, int rows, const float* out) {
-                   float* to = qkv + (size_t)row * width + offsets[part] + column;
-                   for (int r = 0; r < rows; r++)
-                       std::memcpy(to + (size_t)r * width, out + 16 * r, sizeof(float) * lanes);
+                   copy_tile(out, rows, lanes, qkv + (size_t)row * width + offsets[part] + column, width);
                });
         member.sync();
         rotate_and_write(member, layer, l);
@@ -426,10 +432,9 @@ private:
     // One tile with its bias, to out [rows] by kGroup.
     void product(const Weight& w, int tile, const Activations& in, int row, int rows, Own& mine, float* out) {
         k.linear_tile(w, tile, in, row, rows, mine.tile);
-        for (int r = 0; r < rows; r++) {
-            std::memcpy(out + (size_t)r * kGroup, mine.tile + 16 * r, 64);
-            if (w.bias != nullptr) k.add(out + (size_t)r * kGroup, w.bias + 16 * tile, 16);
-        }
+        copy_tile(mine.tile, rows, 16, out, kGroup);
+        if (w.bias != nullptr)
+            for (int r = 0; r < rows; r++) k.add(out + (size_t)r * kGroup, w.bias + 16 * tile, 16);
     }
 
     void capture(const Member& member, int l) {
@@ -451,11 +456,10 @@ private:
         const Weight* parts[] = {&m.head};
         linear(k, member, parts, 1, in, b.outputs, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
+                   if (b.logits != nullptr)
+                       copy_tile(out, rows, lanes, b.logits + (size_t)row * m.head.rows + column, m.head.rows);
+                   if (b.argmax == nullptr) return;
                    for (int r = 0; r < rows; r++) {
-                       if (b.logits != nullptr)
-                           std::memcpy(b.logits + (size_t)(row + r) * m.head.rows + column, out + 16 * r,
-                                       sizeof(float) * lanes);
-                       if (b.argmax == nullptr) continue;
                        Best& best = mine.best[row + r];
                        for (int i = 0; i < lanes; i++)
                            if (out[16 * r + i] > best.value || best.id < 0) best = {out[16 * r + i], column + i};
@@ -519,20 +523,20 @@ struct Linear {
     }
     void fill() {}
     void run(const Member& member) {
-        k.enter();
+        const unsigned before = k.enter();
         if (in.records != nullptr) {
             int first, last;
-            member.share(rows, first, last);
-            for (int r = first; r < last; r++) put(k, in, r, 0, weight.columns, x + (size_t)r * weight.columns);
+            member.share(blocks_of(rows), first, last);
+            for (int r = first * kBlockRows; r < min(last * kBlockRows, rows); r++)
+                put(k, in, r, 0, weight.columns, x + (size_t)r * weight.columns);
             member.sync();
         }
         const Weight* parts[] = {&weight};
         linear(k, member, parts, 1, in, rows, tiles + (size_t)member.index * kRowChunk * 16,
                [&](int, int column, int lanes, int row, int count, const float* tile) {
-                   for (int r = 0; r < count; r++)
-                       std::memcpy(out + (size_t)(row + r) * weight.rows + column, tile + 16 * r, sizeof(float) * lanes);
+                   copy_tile(tile, count, lanes, out + (size_t)row * weight.rows + column, weight.rows);
                });
-        k.leave();
+        k.leave(before);
     }
 };
 
@@ -579,7 +583,7 @@ struct LinearByExpert {
         }
     }
     void run(const Member& member) {
-        k.enter();
+        const unsigned before = k.enter();
         int begin, end;
         if (in.records != nullptr) {
             member.share(segments[used - 1].row + segments[used - 1].rows, begin, end);
@@ -601,13 +605,12 @@ struct LinearByExpert {
                 for (int tile = begin; tile < end; tile++) {
                     k.linear_tile(segment.weight, tile, in, from + row, chunk, tile_out);
                     const int lanes = min(16, first.rows - 16 * tile);
-                    for (int r = 0; r < chunk; r++)
-                        std::memcpy(out + (size_t)(segment.row + row + r) * first.rows + 16 * tile, tile_out + 16 * r,
-                                    sizeof(float) * lanes);
+                    float* to = out + (size_t)(segment.row + row) * first.rows + 16 * tile;
+                    copy_tile(tile_out, chunk, lanes, to, first.rows);
                 }
             }
         }
-        k.leave();
+        k.leave(before);
     }
 };
 
