@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from backends.base import AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.handlers import MHA_PREFIX_THRESHOLD
+from backends.kv_pool import FP8, INT8, KVPool
 from backends.torch_native import TorchNativeBackend
 from backends.triton import TritonBackend
 from kernels.cpu.library import available
-from models.base import CausalLM
+from models.base import CausalLM, ModelError
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
 from models.weights import Precision
@@ -212,6 +213,30 @@ def test_the_cache_holds_one_narrow_entry_a_token(pair: Callable[[str], Pair]) -
     assert pool.layout.bytes_per_slot == 2 * 40 * 4
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8], ids=["bf16", "fp8", "int8"])
+def test_a_narrow_cache_moves_logits_little_and_keeps_decode_and_verify_equal(
+    pair: Callable[[str], Pair], dtype: torch.dtype
+) -> None:
+    reference, model = pair(
+        "v3-dense"
+    )  # experts that a rounding chooses differently would hide how little it is
+    ids = prompt(LONG + 40)
+    expected = expected_logits(reference, ids)
+    got = []
+    for blocks in ([1] * 10, [4, 6]):
+        passes = Passes(model)
+        passes.pool = KVPool(model.kv_layout(dtype), passes.pool.num_slots, CPU)
+        rows = [passes.prefill(0, ids[:LONG]), passes.prefill(0, ids[LONG : LONG + 30])]
+        for block in blocks:
+            start = passes.lengths[0]
+            rows.append(passes.run({0: ids[start : start + block]})[0])
+        got.append(torch.cat(rows))
+    assert torch.equal(got[0], got[1])
+    divergence = (expected.softmax(-1) * (expected.log_softmax(-1) - got[0].log_softmax(-1))).sum(-1)
+    assert divergence.mean() < 0.01
+    assert not torch.allclose(got[0], expected, atol=1e-4), "nothing was rounded"
+
+
 def test_captured_states_are_the_outputs_of_the_layers_asked_for(pair: Callable[[str], Pair]) -> None:
     reference, model = pair("v3")
     ids = prompt(20)
@@ -241,6 +266,25 @@ def test_native_weights_give_the_same_logits(tmp_path: Path) -> None:
     passes = Passes(load(tmp_path, native=True))
     parts = [passes.prefill(0, ids[:20]), passes.run({0: ids[20:21]})[0], passes.run({0: ids[21:]})[0]]
     assert_close(torch.cat(parts), expected_logits(reference, ids))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"topk_method": "by_lot"}, "topk_method 'by_lot' is not supported"),
+        ({"topk_method": "group_limited_greedy", "n_group": 3}, "3 of 16 experts .* 1 of 3 groups"),
+        ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 1}, "3 of 16 experts"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused(
+    changes: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    make_checkpoint("v2-lite", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ModelError, match=problem):
+        inspect_model(ModelOptions(model=str(tmp_path)))
 
 
 class TestKimi:
