@@ -26,6 +26,12 @@ _COUNTERS = {
     "verify_steps": "Steps of a request with at least one draft token",
     "preemptions": "Requests that lost their slots and were recomputed",
 }
+# What a drafting worker has to say, where its drafter's card promises an accept length.
+_WORKER = {
+    "drafter_accept_length": "Accept length of the last window of drafts, as if all were verified to their ends",
+    "drafter_accept_length_promised": "The same by the drafter's card",
+    "drafter_accept_length_alarm": "1 while the drafter falls short of its card",
+}
 
 
 @dataclass(slots=True)
@@ -63,6 +69,8 @@ class _EngineCollector(Collector):
         slots.add_metric(["evictable"], stats.slots_evictable)
         slots.add_metric(["protected"], stats.slots_protected)
         yield slots
+        for name, value in stats.worker.items():
+            yield GaugeMetricFamily(f"tandem_{name}", _WORKER[name], value)
         for name, help_text in _COUNTERS.items():
             yield CounterMetricFamily(f"tandem_{name}", help_text, getattr(stats, f"{name}_total"))
         finished = CounterMetricFamily(

@@ -25,10 +25,12 @@ TIMES_NEEDED = 3  # before it is: the first steps of a shape are often slow
 DRIFT = 0.02  # share by which one step moves the pace of all row counts
 SURPRISE = 1.25  # factor by which a step may differ from what was expected and still tell of the pace
 MARGIN = 0.01  # by which drafting must win over plain decoding
+MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is known less well
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
-SAMPLES = 4  # past drafts of a request that stand for its next one
+SAMPLES = 32  # past drafts that stand for the next one, of all requests together
+FEWEST_SAMPLES = 8  # of each
 
 Floats = npt.NDArray[np.float64]
 
@@ -152,7 +154,8 @@ class Candidate:
 class Prospect:
     """What one request could get from a pass of the drafting model, and what it has without.
 
-    drafts: for each of its last SAMPLES drafts, the chance of each token; empty: the model cannot draft for it.
+    drafts: for each of its last drafts, the chance of each token; as many as the others have, or none if the model
+        cannot draft for it.
     lookup: the chances of the tokens that cost nothing to draft.
     """
 
@@ -162,7 +165,7 @@ class Prospect:
     @property
     def gain(self) -> float:
         """Accepted tokens that the pass is expected to add."""
-        return sum(map(sum, self.drafts)) / SAMPLES - sum(self.lookup)
+        return sum(map(sum, self.drafts)) / len(self.drafts) - sum(self.lookup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,6 @@ class PayoffController:
         self.costs = StepCostModel()
         self.draft_costs = StepCostModel()  # of the drafting model, by number of requests
         self._step = 0
-        self._drafted_at = 0  # the last step that the drafting model ran in
         self._credit = 0.0  # seconds that probing may lose now
 
     def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
@@ -201,19 +203,19 @@ class PayoffController:
         if not order or not self.draft_costs.reach or self.costs.reach <= rows:
             return Choice((), 0.0)
         sizes = [1 << i for i in range((len(order) - 1).bit_length())] + [len(order)]
-        plain = self._rate(prospects, (), rows)
-        rates = [self._rate(prospects, order[:size], rows) for size in sizes]
+        tokens, seconds = self._best_step(prospects, (), rows)
+        plain = tokens / seconds
+        steps = [self._best_step(prospects, order[:size], rows) for size in sizes]
+        rates = [tokens / seconds for tokens, seconds in steps]
         best = int(np.argmax(rates))
-        if rates[best] > (1 + MARGIN) * plain:
-            return self._choice(order[: sizes[best]], rates[best])
-        if self._step - self._drafted_at < PROBE_AGE:
-            return Choice((), plain)
-        # One token a row is about what a step yields, so a worse rate loses its share of the step's time.
-        loss = (plain / rates[0] - 1) * rows / plain
+        if rates[best] > (1 + MODEL_MARGIN) * plain:
+            return Choice(order[: sizes[best]], rates[best])
+        tokens, seconds = steps[0]
+        loss = max(seconds - tokens / plain, 0.0)
         if loss > self._credit:
             return Choice((), plain)
-        self._credit -= max(loss, 0.0)
-        return self._choice(order[:1], rates[0])
+        self._credit -= loss
+        return Choice(order[:1], plain)
 
     def plan(self, candidates: Sequence[Candidate], rows: int, rate: float | None = None) -> list[int]:
         """How many tokens to verify for each candidate, at most as many as it has.
@@ -223,6 +225,7 @@ class PayoffController:
         it if it yields more than that rate.
         """
         self._step += 1
+        self._save_up(rows)
         chances = [candidate.rates.chances(candidate.levels) for candidate in candidates]
         owners = np.repeat(np.arange(len(candidates)), [len(of_one) for of_one in chances])
         flat = np.fromiter(chain.from_iterable(chances), np.float64)
@@ -258,31 +261,35 @@ class PayoffController:
         """The drafting model took `seconds` for so many requests."""
         self.draft_costs.observe(requests, seconds, self._step)
 
-    def _rate(self, prospects: Sequence[Prospect], drafting: Sequence[int], rows: int) -> float:
-        """Expected tokens a second with the drafting model run for `drafting`.
+    def _best_step(
+        self, prospects: Sequence[Prospect], drafting: Sequence[int], rows: int
+    ) -> tuple[float, float]:
+        """Expected tokens and seconds of a step with the drafting model run for `drafting`.
 
         Which rows will be worth verifying depends on drafts not made yet. The last ones stand for them: the rows of
-        SAMPLES steps are put in order together, and a mean step takes its share of the best ones.
+        as many steps are put in order together, and a mean step takes its share of the best ones.
         """
         chosen = set(drafting)
+        samples = len(prospects[drafting[0]].drafts) if drafting else 1
         chances: list[float] = []
         for i, prospect in enumerate(prospects):
-            for sample in prospect.drafts if i in chosen else [prospect.lookup] * SAMPLES:
+            for sample in prospect.drafts if i in chosen else [prospect.lookup] * samples:
                 chances += sample
-        best = np.sort(np.array(chances))[::-1][: (self.costs.reach - rows) * SAMPLES]
-        yields = rows + np.concatenate(([0.0], np.cumsum(best))) / SAMPLES
-        costs = self.costs.estimate(rows + np.arange(len(yields)) / SAMPLES)
+        ordered = np.sort(np.array(chances))[::-1][: (self.costs.reach - rows) * samples]
+        yields = rows + np.concatenate(([0.0], np.cumsum(ordered))) / samples
+        costs = self.costs.estimate(rows + np.arange(len(yields)) / samples)
         if drafting:
             costs = costs + self.draft_costs.estimate(np.array([len(drafting)]))
-        return float(np.max(yields / costs))
+        best = int(np.argmax(yields / costs))
+        return float(yields[best]), float(costs[best])
 
-    def _choice(self, drafting: Sequence[int], rate: float) -> Choice:
-        self._drafted_at = self._step
-        return Choice(drafting, rate)
+    def _save_up(self, rows: int) -> None:
+        if self.costs.reach:
+            step = float(self.costs.estimate(np.array([rows]))[0])
+            self._credit = min(self._credit + PROBE_SHARE * step, MAX_CREDIT * step)
 
     def _probe(self, best: int, rows: int, yields: Floats, costs: Floats) -> int:
         """`best`, or a number of drafted rows not seen for long, if what that may lose has been saved up."""
-        self._credit = min(self._credit + PROBE_SHARE * costs[best], MAX_CREDIT * costs[best])
         sizes = [0, *(1 << i for i in range((len(yields) - 1).bit_length()))]
         stalest = max(sizes, key=lambda n: self.costs.age(rows + n, self._step))
         loss = costs[stalest] - yields[stalest] * costs[best] / yields[best]

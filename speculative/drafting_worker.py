@@ -13,7 +13,15 @@ import torch
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
-from speculative.adaptive import SAMPLES, TIMES_NEEDED, AcceptRates, Candidate, PayoffController, Prospect
+from speculative.adaptive import (
+    FEWEST_SAMPLES,
+    SAMPLES,
+    TIMES_NEEDED,
+    AcceptRates,
+    Candidate,
+    PayoffController,
+    Prospect,
+)
 from speculative.alarm import AcceptAlarm
 from speculative.drafter import Drafter
 from speculative.ngram import NgramIndex
@@ -187,7 +195,7 @@ class DraftingWorker(SpeculativeWorker):
     def _run_model(
         self, requests: Sequence[Request], states: Sequence[_Drafting], limits: Sequence[int], rows: int
     ) -> float | None:
-        """Have the model draft for the requests that it pays for. Returns the rate expected of the step, if any does."""
+        """Have the model draft for those that it pays for. Returns the rate expected of the step, if there are any."""
         drafter = self._drafter
         if drafter is None:
             return None
@@ -197,9 +205,10 @@ class DraftingWorker(SpeculativeWorker):
         ]
         if not any(rooms):
             return None
+        samples = max(FEWEST_SAMPLES, SAMPLES // sum(map(bool, rooms)))
         prospects = [
             Prospect(
-                self._expected(state, room) if room else (),
+                self._expected(state, room, samples) if room else (),
                 state.lookup.rates.chances(state.lookup.proposal.levels),
             )
             for state, room in zip(states, rooms, strict=True)
@@ -220,10 +229,11 @@ class DraftingWorker(SpeculativeWorker):
             self._recent.append(chances)
         return choice.rate
 
-    def _expected(self, state: _Drafting, room: int) -> list[list[float]]:
-        """Chances of SAMPLES drafts like which the next one may be: the request's last ones, or else any."""
-        recent = [*self._recent, *state.recent][-SAMPLES:] * SAMPLES
-        return [chances[:room] for chances in recent[-SAMPLES:]]
+    def _expected(self, state: _Drafting, room: int, samples: int) -> list[list[float]]:
+        """Chances of `samples` drafts like which the next one may be: the request's last ones, or else any."""
+        recent = [*self._recent, *state.recent] if len(state.recent) < samples else list(state.recent)
+        recent = (recent * samples)[-samples:]
+        return [chances[:room] for chances in recent]
 
     @staticmethod
     def _better(state: _Drafting) -> _Source:

@@ -46,6 +46,8 @@ class Pair:
     reference: LlamaForCausalLM
     draft_folder: Path
     tokenizer: Tokenizer
+    cache: CacheOptions
+    attention: AttentionOptions
 
     @classmethod
     def make(cls, folder: Path, context: int = 512, draft_context: int = 512) -> Pair:
@@ -63,13 +65,13 @@ class Pair:
             block_size=BLOCK,
             max_position_embeddings=draft_context,
         )
-        cache = CacheOptions(max_total_tokens=SLOTS)
+        cache, attention = CacheOptions(max_total_tokens=SLOTS), AttentionOptions()
 
         def options(model: Path) -> ModelOptions:
             return ModelOptions(model=str(model), dtype="float32", device="cpu")
 
         runner = ModelRunner(
-            "target", inspect_model(options(target)), options(target), cache, AttentionOptions(), ROWS
+            "target", inspect_model(options(target)), options(target), cache, attention, ROWS
         )
         drafting = options(folder / "draft")
         draft = ModelRunner(
@@ -77,7 +79,7 @@ class Pair:
             inspect_model(drafting, drafter=True),
             drafting,
             cache,
-            AttentionOptions(),
+            attention,
             ROWS,
             target=runner,
             scratch_slots=ROWS * BLOCK,
@@ -88,7 +90,7 @@ class Pair:
         for one in (runner, draft):
             one.init_attention_backends()
         reference = LlamaForCausalLM.from_pretrained(target)
-        return cls(runner, draft, reference, folder / "draft", load_tokenizer(runner.files))
+        return cls(runner, draft, reference, folder / "draft", load_tokenizer(runner.files), cache, attention)
 
     def proposals_of_reference(self, token_ids: Sequence[int], known: range | None = None) -> tuple[int, ...]:
         """What a drafter proposes after `token_ids` that knows the positions `known` (None: all before the last)."""
