@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer, Workspace
@@ -204,8 +205,8 @@ class FlashInferMLABackend(AttentionBackend):
         key: tuple[object, _Heads],
         shape: _Heads,
         lane: Lane,
-        queries: np.ndarray,
-        keys: np.ndarray,
+        queries: npt.NDArray[np.int32],
+        keys: npt.NDArray[np.int32],
         causal: bool,
     ) -> Any:
         qo_indptr, kv_indptr = (

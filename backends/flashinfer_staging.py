@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from backends.base import Workspace
@@ -47,7 +48,7 @@ class Lane:
         self._copied.synchronize()
         self._used = 0
 
-    def stage(self, numbers: np.ndarray) -> torch.Tensor:
+    def stage(self, numbers: npt.NDArray[np.int32]) -> torch.Tensor:
         """`numbers`, integers, as [n] int32 in host memory that copies can run from meanwhile."""
         stop = self._used + len(numbers)
         if stop > len(self._memory):
@@ -119,7 +120,7 @@ class PageTable:
     kv_indices: torch.Tensor
 
 
-def row_positions(query_lens: Sequence[int], context_lens: Sequence[int]) -> np.ndarray:
+def row_positions(query_lens: Sequence[int], context_lens: Sequence[int]) -> npt.NDArray[np.int32]:
     """[T] the place of each query row in its own context, from 0."""
     queries, contexts = np.asarray(query_lens), np.asarray(context_lens)
     ends = np.cumsum(queries)
@@ -150,7 +151,9 @@ def page_table(batch: ForwardBatch, lane: Lane, by_row: bool) -> PageTable:
     return PageTable(qo_indptr, kv_indptr, kv_lens, last_page_len, kv_indices)
 
 
-def spans_of_context(batch: ForwardBatch, lane: Lane, start: int, counts: np.ndarray) -> torch.Tensor:
+def spans_of_context(
+    batch: ForwardBatch, lane: Lane, start: int, counts: npt.NDArray[np.int32]
+) -> torch.Tensor:
     """The slots of `counts[s]` positions from `start` on of each sequence s: [sum of counts] int32 on the device."""
     offsets = start - (np.cumsum(counts) - counts)
     staged = lane.stage(np.concatenate([batch.table_rows, offsets, counts]))

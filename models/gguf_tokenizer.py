@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import (
     AddedToken,
     Regex,
@@ -139,7 +140,7 @@ class _Vocabulary:
     def of_type(self, *types: TokenType) -> list[str]:
         return [token for token, type in zip(self.tokens, self.types, strict=True) if type in types]
 
-    def _numbers(self, key: str, default: np.ndarray | None) -> np.ndarray:
+    def _numbers(self, key: str, default: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
         name = f"tokenizer.ggml.{key}"
         values = self.header.get(name, np.ndarray, default)
         if values is None:
