@@ -35,7 +35,15 @@ class Answer:
 class InProcess:
     """A running engine."""
 
-    def __init__(self, engine: EnginePort, tokenizer: TokenizerPort, max_context_len: int) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        tokenizer: TokenizerPort,
+        max_context_len: int,
+        algorithms: Sequence[str] = ("none",),
+    ) -> None:
+        """`algorithms` are those that a request may ask for."""
+        self.algorithms = algorithms
         self._engine = engine
         self._tokenizer = tokenizer
         self.max_context_len = max_context_len
@@ -109,7 +117,12 @@ def tandem(settings: EngineSettings) -> Iterator[InProcess]:
         except StartUpError as error:
             raise ValueError(str(error)) from error
         try:
-            yield InProcess(container.engine(), container.tokenizer(), container.max_context_len())
+            yield InProcess(
+                container.engine(),
+                container.tokenizer(),
+                container.max_context_len(),
+                container.algorithms(),
+            )
         finally:
             portal.call(lifecycle.stop)
             ended.result()

@@ -46,7 +46,8 @@ def speculation(
 ) -> int:
     """Answer each prompt with every algorithm in turn, one at a time, and compare speed and token ids.
 
-    The algorithms are those that the engine offers to a request: none, and that of --speculative-algorithm.
+    The algorithms are those that the engine offers to a request: none and that of --speculative-algorithm, and with
+    auto each of those that it chooses from.
     Exits with 1 if any answer differs.
 
     Parameters
@@ -57,17 +58,18 @@ def speculation(
         Of sampling, with a seed by prompt. 0: greedy.
     """
     prompts = options.read()
-    algorithms = list(dict.fromkeys((BASELINE, settings.speculative_algorithm)))
     rows: list[Row] = []
     skipped: list[str] = []
     with tandem(settings) as engine:
+        algorithms = engine.algorithms
         # The first steps of a shape are slow.
         for algorithm in algorithms:
             engine.generate(engine.encode(["Count to ten."]), SamplingParams(max_tokens=16), algorithm)
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number)
             # Who goes first changes: no algorithm always meets the warm cache, or the busier moment.
-            order = algorithms[number % len(algorithms) :] + algorithms[: number % len(algorithms)]
+            first = number % len(algorithms)
+            order = [*algorithms[first:], *algorithms[:first]]
             try:
                 for row in converse(engine, prompt, sampling, order):
                     rows.append(row)

@@ -29,6 +29,9 @@ MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is know
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
+REST = (
+    4  # steps for which a drafting model that does not pay is not thought of: the thought costs time as well
+)
 SAMPLES = 32  # past drafts that stand for the next one, of all requests together
 FEWEST_SAMPLES = 8  # of each
 
@@ -193,6 +196,7 @@ class PayoffController:
         self.draft_costs = StepCostModel()  # of the drafting model, by number of requests
         self._step = 0
         self._credit = 0.0  # seconds that probing may lose now
+        self._rest_until = 0  # the step before which the drafting model is not thought of
 
     def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
         """Whose drafts are worth a pass of the drafting model. Asked before `plan`, with the same `rows`."""
@@ -200,7 +204,12 @@ class PayoffController:
             (i for i, prospect in enumerate(prospects) if prospect.drafts and prospect.gain > 0),
             key=lambda i: -prospects[i].gain,
         )
-        if not order or not self.draft_costs.reach or self.costs.reach <= rows:
+        if (
+            not order
+            or self._step < self._rest_until
+            or self.costs.reach <= rows
+            or not self.draft_costs.reach
+        ):
             return Choice((), 0.0)
         sizes = [1 << i for i in range((len(order) - 1).bit_length())] + [len(order)]
         tokens, seconds = self._best_step(prospects, (), rows)
@@ -213,6 +222,8 @@ class PayoffController:
         tokens, seconds = steps[0]
         loss = max(seconds - tokens / plain, 0.0)
         if loss > self._credit:
+            if rates[best] * self._step_seconds(rows) < rows:  # not even if there were nothing to look up
+                self._rest_until = self._step + REST
             return Choice((), plain)
         self._credit -= loss
         return Choice(order[:1], plain)
@@ -227,6 +238,8 @@ class PayoffController:
         self._step += 1
         self._save_up(rows)
         chances = [candidate.rates.chances(candidate.levels) for candidate in candidates]
+        if not any(chances):
+            return [0] * len(candidates)
         owners = np.repeat(np.arange(len(candidates)), [len(of_one) for of_one in chances])
         flat = np.fromiter(chain.from_iterable(chances), np.float64)
         # Stable, and chances fall within a draft, so what is taken of each draft is its beginning.
@@ -283,9 +296,12 @@ class PayoffController:
         best = int(np.argmax(yields / costs))
         return float(yields[best]), float(costs[best])
 
+    def _step_seconds(self, rows: int) -> float:
+        return float(self.costs.estimate(np.array([rows]))[0])
+
     def _save_up(self, rows: int) -> None:
         if self.costs.reach:
-            step = float(self.costs.estimate(np.array([rows]))[0])
+            step = self._step_seconds(rows)
             self._credit = min(self._credit + PROBE_SHARE * step, MAX_CREDIT * step)
 
     def _probe(self, best: int, rows: int, yields: Floats, costs: Floats) -> int:

@@ -15,6 +15,7 @@ from timing import Timing
 
 from engine.request import SamplingParams, SpeculationStats
 from tests.app.fakes import CONTEXT_LEN, ByteTokenizer, FakeEngine
+from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
 
 
@@ -115,6 +116,31 @@ def test_a_whole_run(tmp_path: Path, temperature: str, capsys: pytest.CaptureFix
     for algorithm in ("none", "ngram"):
         assert {"accept_length", "tokens_per_s", "speedup"} <= set(summary[algorithm])
         assert summary[algorithm]["tokens_per_s"] > 0
+
+
+def test_auto_is_compared_with_all_that_it_chooses_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "abcabc"}) + "\n")
+    model = save_tiny_model(tmp_path)
+    make_drafter(
+        tmp_path / "drafter",
+        vocab_size=257,
+        hidden_size=32,
+        num_target_layers=1,
+        block_size=4,
+        dflash_config={"target_layer_ids": [0]},
+    )
+    flags = (
+        f"--model {model} --device cpu --max-total-tokens 512 --max-tokens 24 --json --speculative-algorithm auto "
+        f"--speculative-draft-model-path {tmp_path / 'drafter'} --prompts {prompts}"
+    )
+    assert run(speculation, flags.split()) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["identical"] is True
+    for algorithm in ("none", "ngram", "dflash", "auto"):
+        assert {"accept_length", "tokens_per_s", "speedup"} <= set(summary[algorithm])
 
 
 def test_engine_settings_also_come_from_the_environment(capsys: pytest.CaptureFixture[str]) -> None:

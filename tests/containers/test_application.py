@@ -11,17 +11,19 @@ import pytest
 from dependency_injector import providers
 
 from app.lifecycle import Lifecycle
-from app.settings import EngineSettings
+from app.settings import EngineSettings, SettingsError
 from backends.setup import AttentionBackends, build_attention_backends
 from containers.application import ApplicationContainer
 from engine.plain_worker import PlainWorker
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
+from models.base import ModelError
 from speculative.drafting_worker import DraftingWorker
 from tests.engine.fakes import Receiver
 from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
 
+SAMPLED = {"max_tokens": 40, "temperature": 0.8, "seed": 5}
 BLOCKS_OF_FOUR = {"block_size": 4, "dflash_config": {"target_layer_ids": [0]}}
 
 
@@ -109,6 +111,47 @@ def test_the_target_sizes_its_pool_with_the_drafters_in_mind(model: Path) -> Non
 @pytest.mark.parametrize(("algorithm", "kind"), [("none", PlainWorker), ("ngram", DraftingWorker)])
 def test_the_algorithm_selects_the_worker(model: Path, algorithm: str, kind: type) -> None:
     assert type(make_container(model, speculative_algorithm=algorithm).worker()) is kind
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter")
+    make_drafter(folder, vocab_size=257, hidden_size=32, num_target_layers=1, **BLOCKS_OF_FOUR)
+    return folder
+
+
+def test_a_drafter_starts_and_its_drafts_change_no_token(model: Path, drafter: Path) -> None:
+    plain = complete(make_container(model, speculative_algorithm="none"), "abcabcabc", **SAMPLED)
+    for algorithm, path in (
+        ("dflash", drafter),
+        ("auto", drafter),
+        ("standalone", model),
+        ("auto", model),
+        ("auto", None),
+    ):
+        named = {} if path is None else {"speculative_draft_model_path": str(path)}
+        container = make_container(model, speculative_algorithm=algorithm, **named)
+        assert len(container.runners()) == 1 + (path is not None)
+        receiver = complete(container, "abcabcabc", **SAMPLED)
+        assert receiver.token_ids == plain.token_ids
+
+
+def test_what_is_loaded_can_be_asked_for(model: Path, drafter: Path) -> None:
+    assert make_container(model, speculative_algorithm="none").algorithms() == ("none",)
+    assert make_container(model, speculative_algorithm="ngram").algorithms() == ("none", "ngram")
+    assert with_drafter(model, drafter, "dflash").algorithms() == ("none", "dflash")
+    assert with_drafter(model, drafter, "auto").algorithms() == ("none", "ngram", "dflash", "auto")
+    assert with_drafter(model, model, "auto").algorithms() == ("none", "ngram", "standalone", "auto")
+    assert make_container(model, speculative_algorithm="auto").algorithms() == ("none", "ngram", "auto")
+
+
+def test_an_algorithm_needs_a_drafter_of_its_kind(model: Path, drafter: Path) -> None:
+    with pytest.raises(SettingsError, match="--speculative-draft-model-path"):
+        make_container(model, speculative_algorithm="dflash").worker()
+    with pytest.raises(ModelError, match="--speculative-algorithm standalone"):
+        with_drafter(model, model, "dflash").worker()
+    with pytest.raises(ModelError, match="--speculative-algorithm dflash"):
+        with_drafter(model, drafter, "standalone").worker()
 
 
 def test_constructing_the_parts_loads_nothing_in_whatever_order(model: Path) -> None:
