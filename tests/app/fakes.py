@@ -98,6 +98,7 @@ class FakeStats:
     verify_steps_total: int = 4
     preemptions_total: int = 1
     requests_finished: dict[str, int] = field(default_factory=lambda: {"stop": 7})
+    worker: dict[str, float] = field(default_factory=lambda: {"drafter_accept_length_alarm": 1.0})
 
 
 @dataclass

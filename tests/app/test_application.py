@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app.application import BearerAuth, build
+from app.application import BearerAuth, build, server_info
+from app.lifecycle import Lifecycle
 from app.settings import EngineSettings, SettingsError
 from tests.tiny_model import CONTEXT_LEN, save_tiny_model
 
@@ -68,6 +69,30 @@ def test_an_unknown_attention_backend_is_refused(model: str, flag: str) -> None:
     message = unusable(model=model, **{flag.replace("-", "_"): "psychic"})
     assert f"--{flag} psychic" in message
     assert "torch_native" in message
+
+
+@pytest.mark.parametrize("algorithm", ["dflash", "standalone"])
+def test_an_algorithm_without_its_drafter_is_refused(model: str, algorithm: str) -> None:
+    message = unusable(model=model, speculative_algorithm=algorithm)
+    assert f"--speculative-algorithm {algorithm}" in message
+    assert "--speculative-draft-model-path" in message
+
+
+def test_a_drafter_that_is_none_is_refused(model: str) -> None:
+    message = unusable(model=model, speculative_algorithm="dflash", speculative_draft_model_path=model)
+    assert "--speculative-algorithm standalone" in message
+
+
+def test_server_info_describes_the_drafter_beside_its_target(model: str) -> None:
+    settings = EngineSettings(
+        model=model, speculative_algorithm="standalone", speculative_draft_model_path=model
+    )
+    container = build(settings)
+    info = server_info(container, Lifecycle(container.startup(), container.engine))
+    target, draft = info["workers"]["target"], info["workers"]["draft"]
+    assert set(draft) == set(target) >= {"model", "dtype", "kv_cache_dtype", "slots", "stage"}
+    alone = build(EngineSettings(model=model, speculative_algorithm="auto"))
+    assert server_info(alone, Lifecycle(alone.startup(), alone.engine))["workers"]["draft"] is None
 
 
 def test_a_device_that_is_not_one_is_refused(model: str) -> None:

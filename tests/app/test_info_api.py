@@ -163,6 +163,7 @@ def test_metrics_show_the_engines_counters(client: httpx.Client) -> None:
         "tandem_verify_steps_total": 4,
         "tandem_preemptions_total": 1,
         "tandem_requests_finished_total{stop}": 7,
+        "tandem_drafter_accept_length_alarm": 1,
     }
     assert {name: samples.get(name) for name in expected} == expected
 
