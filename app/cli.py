@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from inspect import BoundArguments
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter
@@ -16,6 +17,7 @@ from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, Nam
 from app.sampling_settings import SamplingSettings
 from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.sources import Sources
+from app.training_settings import TrainingSettings
 from app.version import version
 
 USAGE_ERROR = 2
@@ -84,9 +86,32 @@ def chat(
     return chat(settings, sampling, system, stats)
 
 
+def train_drafter(
+    out: Path,
+    /,
+    *,
+    training: Flat[TrainingSettings] = TrainingSettings(),
+    settings: Flat[EngineSettings] = EngineSettings(),
+) -> int:
+    """Train a DFlash drafter for a model, from text that the model writes. Killed, it goes on where it was.
+
+    Parameters
+    ----------
+    out
+        Folder of the drafter; what the training itself needs is in its folder `run`.
+    """
+    from app.training import train_drafter
+
+    return train_drafter(settings, training, out)
+
+
 def command_line(environ: Mapping[str, str]) -> App:
     """The command line, with settings that it leaves open taken from `environ`."""
-    known = {field.name for schema in (ServerSettings, SamplingSettings) for field in fields(schema)}
+    known = {
+        field.name
+        for schema in (ServerSettings, SamplingSettings, TrainingSettings)
+        for field in fields(schema)
+    }
     app = App(
         name="tandem",
         help="Serve language models with a drafter riding along.",
@@ -96,7 +121,7 @@ def command_line(environ: Mapping[str, str]) -> App:
         default_parameter=Parameter(negative=()),
         config=Sources(environ, known),
     )
-    for command in (serve, generate, chat):
+    for command in (serve, generate, chat, train_drafter):
         app.command(command)
     return app
 

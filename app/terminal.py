@@ -19,6 +19,7 @@ from app.application import build
 from app.lifecycle import EngineFailed, Lifecycle
 from app.sampling_settings import SamplingSettings
 from app.settings import EngineSettings, SettingsError
+from containers.application import ApplicationContainer
 from containers.startup import StartUpError
 from engine.chat_template import ChatTemplateError
 from engine.engine import Engine
@@ -59,7 +60,7 @@ class Session:
 
 
 @contextmanager
-def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Session]:
+def started(settings: EngineSettings) -> Iterator[ApplicationContainer]:
     """Load the model and decode meanwhile. Raises SettingsError where that cannot be."""
     level = "warning" if settings.log_level == "info" else settings.log_level  # the terminal is for the text
     logging.basicConfig(level=level.upper())
@@ -71,11 +72,18 @@ def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Se
         except (StartUpError, EngineFailed) as error:
             raise SettingsError(str(error)) from error
         try:
-            yield Session(container.engine(), container.tokenizer(), sampling)
+            yield container
         finally:
             portal.call(lifecycle.stop)
             with suppress(EngineFailed):  # its request has been told
                 run.result()
+
+
+@contextmanager
+def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Session]:
+    """A session with a model that decodes meanwhile. Raises SettingsError where that cannot be."""
+    with started(settings) as container:
+        yield Session(container.engine(), container.tokenizer(), sampling)
 
 
 def generate(settings: EngineSettings, sampling: SamplingSettings, prompt: str, stats: bool) -> int:

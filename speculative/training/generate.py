@@ -182,17 +182,13 @@ def _request(request_id: str, ask: Ask, tell: Callable[[Completion | str], None]
     return Request(request_id, ask.prompt_ids, ask.sampling, sink)
 
 
-def writings(
-    source: str, tokenizer: Tokenizer, seed: int, max_tokens: int, first: int = 0
-) -> Iterator[tuple[str, Writing]]:
-    """Texts of a source from number `first` on, named `source-number`: `self` without end, or those of a file.
+def writings(source: str, tokenizer: Tokenizer, seed: int, max_tokens: int) -> Iterator[tuple[str, Writing]]:
+    """Texts of a source, named `source-number`: `self` without end, or those of a file.
 
     A .jsonl file has prompts or conversations; any other is text, whose paragraphs' beginnings are continued.
     """
     name = Path(source).name
     for number, given in enumerate(_given(source)):
-        if number < first:
-            continue
         choice = random.Random(f"{seed} {name} {number}")
         if given is None:
             writing = made_up(tokenizer, choice, max_tokens)

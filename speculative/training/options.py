@@ -10,6 +10,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     minutes: spent on training, over all resumptions. steps: where given, they end it instead.
     target_layer_ids: the target's layers that the drafter sees; empty: three, up to the last but one.
+    mask_token_id: None: a special token that the data lacks.
     draft_vocab_size: tokens that it can draft, the most frequent ones of the data.
     decay: offsets over which the weight of a position falls to 1 / e.
     cache_bytes: hidden states that are kept in a file, so that they are computed once.
@@ -19,6 +20,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 8
     target_layer_ids: tuple[int, ...] = ()
     draft_vocab_size: int = 8192
+    mask_token_id: int | None = None
     minutes: float = 60.0
     steps: int | None = None
     learning_rate: float = 1e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class TargetStates:
     ) -> None:
         """`cache` is the beginning of the names of two files. What is in them must be of the same target."""
         assert runner.model is not None and runner.kv_pool is not None and runner.slot_table is not None
+        self.passes = 0  # of the target, so far
         self._runner, self._layer_ids, self._examples = runner, tuple(layer_ids), examples
         self.width = len(layer_ids) * runner.model.config.hidden_size
         ends = np.cumsum([len(example.ids) for example in examples])
@@ -103,11 +105,14 @@ class TargetStates:
             table.write(row, 0, request.slots)
             used += len(request.prompt_ids)
             steps.append(SequenceStep(request, len(request.prompt_ids), samples=False))
+        self.passes += 1
         captured = self._runner.forward(self._runner.batch(steps, self._layer_ids)).captured
         return torch.cat([captured[layer].to(torch.bfloat16) for layer in self._layer_ids], dim=1).cpu()
 
 
 def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
     """A tensor over the file, which is made or enlarged as needed; what it holds already stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    if path.stat().st_size < size * dtype.itemsize:
+        os.truncate(path, size * dtype.itemsize)  # torch would do it too, but writes a 0 at the beginning
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype)

@@ -80,6 +80,8 @@ class Trainer:
             sample = states.padded(spread(training, 16)).flatten(0, 1)
             self.drafter = initial_drafter(target, shape, sample[sample.any(1)], options.seed)
         else:
+            if state["shape"] != msgspec.to_builtins(shape):
+                raise ValueError(f"{folder}: begun with another shape of drafter: {state['shape']}")
             self.progress = msgspec.convert(state["progress"], Progress)
             self.draft_token_ids = state["draft_token_ids"]
             self.drafter = empty_drafter(target, shape)
@@ -128,6 +130,7 @@ class Trainer:
     def save(self) -> None:
         """Keep all that a resumed run needs."""
         state: dict[str, Any] = {
+            "shape": msgspec.to_builtins(self.shape),
             "drafter": self.drafter.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "draft_token_ids": self.draft_token_ids,

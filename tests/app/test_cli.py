@@ -17,6 +17,7 @@ from app.cli import main
 from app.sampling_settings import SamplingSettings
 from app.settings import EngineSettings, ServerSettings
 from app.terminal import Session, complete, talk
+from app.training_settings import TrainingSettings
 from app.version import version
 from tests.engine.fakes import CountingWorker, LetterTokenizer, letters, running_engine
 from tests.tiny_model import save_tiny_model
@@ -25,6 +26,7 @@ FLAGS = {
     "serve": (ServerSettings,),
     "generate": (EngineSettings, SamplingSettings),
     "chat": (EngineSettings, SamplingSettings),
+    "train-drafter": (EngineSettings, TrainingSettings),
 }
 
 

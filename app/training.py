@@ -1,0 +1,169 @@
+"""`tandem train-drafter`: the target writes text, and a drafter learns to foresee it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from app.settings import EngineSettings, SettingsError
+from app.terminal import started
+from app.training_settings import TrainingSettings
+from app.version import version
+from containers.application import ApplicationContainer
+from speculative.pairing import target_digest
+from speculative.training.checkpoint import export
+from speculative.training.data import Example, read_examples
+from speculative.training.generate import SELF, Writing, write_out, writings
+from speculative.training.report import Facts, write_card, write_plots
+from speculative.training.start import decoder, shape_for, unused_token
+from speculative.training.states import TargetStates
+from speculative.training.trainer import Progress as TrainingProgress
+from speculative.training.trainer import Trainer
+
+ANSWERS, RUN = "answers.jsonl", "run"
+
+
+def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Path) -> int:
+    """Train, or go on training, the drafter in `out`; returns the exit code. Raises SettingsError."""
+    run = out / RUN
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{out}: cannot be written to ({error.strerror})") from error
+    console = Console(stderr=True)
+    with started(
+        replace(settings, speculative_algorithm="none", speculative_num_draft_tokens=None)
+    ) as container:
+        kept = [
+            Path(source) for source in training.sources if training.keep_answers and source.endswith(".jsonl")
+        ]
+        written = [source for source in training.sources if Path(source) not in kept]
+        write(container, training, written, run / ANSWERS, settings.max_running_requests, console)
+        limit = min(training.options().max_length, container.max_context_len())
+        files = [*kept, *([run / ANSWERS] if written else [])]
+        examples = list(read_examples(files, container.tokenizer(), limit))
+        if training.minutes or training.steps:
+            learn(container, training, examples, out, command_line(settings, training, out), console)
+    return 0
+
+
+def write(
+    container: ApplicationContainer,
+    training: TrainingSettings,
+    sources: Sequence[str],
+    path: Path,
+    concurrency: int,
+    console: Console,
+) -> None:
+    """Have the target write what `path` lacks of `sources`, each text as soon as it is complete."""
+    records = [json.loads(line) for line in _whole_lines(path)]
+    done = {record["id"] for record in records}
+    made_up = sum(len(record["token_ids"]) for record in records if record["id"].startswith(SELF))
+    files = [source for source in sources if source != SELF]
+    wanted = training.tokens if SELF in sources else 0
+
+    def missing() -> Iterator[tuple[str, Writing]]:
+        for source in (*files, *([SELF] if wanted else [])):
+            for name, writing in writings(
+                source, container.tokenizer(), training.training_seed, training.answer_tokens
+            ):
+                if source == SELF and made_up >= wanted:
+                    return
+                if name not in done:
+                    yield name, writing
+
+    with path.open("a", encoding="utf-8") as file, _bar(console) as bar:
+        task = bar.add_task("writing", total=wanted or None, completed=made_up)
+        for record in write_out(missing(), container.engine().submit, concurrency):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            made_up += len(record["token_ids"]) if record["id"].startswith(SELF) else 0
+            bar.update(task, completed=made_up, description=f"writing: {len(done) + 1} texts")
+            done.add(record["id"])
+
+
+def learn(
+    container: ApplicationContainer,
+    training: TrainingSettings,
+    examples: Sequence[Example],
+    out: Path,
+    command: str,
+    console: Console,
+) -> None:
+    """Train; the best drafter so far is in `out` at any time. Raises SettingsError for too few `examples`."""
+    runner, options = container.target.runner(), training.options()
+    files, tokenizer = container.model_files(), container.tokenizer()
+    target = decoder(runner.model)
+    mask = options.mask_token_id
+    if mask is None:
+        mask = unused_token(tokenizer.special_token_ids, examples, target.config.vocab_size)
+    shape = shape_for(target, options, mask)
+    digest = target_digest(files)
+    states = TargetStates(
+        runner, shape.target_layer_ids, examples, out / RUN / f"states-{digest[:12]}", options.cache_bytes
+    )
+    try:
+        trainer = Trainer(target, shape, examples, states, out / RUN, options)
+    except ValueError as error:
+        raise SettingsError(f"--data: {error}") from error
+    answered = sum(int((example.ends > 0).sum()) for example in examples)
+    facts = Facts(
+        target=files.name,
+        command=command,
+        data=f"{len(examples):,} texts, {answered:,} tokens in the target's answers",
+        version=version(),
+    )
+
+    def keep(progress: TrainingProgress) -> None:
+        extra = {"target_digest": digest, "accept_length": round(progress.best, 3)}
+        export(out, trainer.drafter, trainer.draft_token_ids, extra)
+        write_card(out, trainer, facts)
+
+    with _bar(console) as bar:
+        task = bar.add_task("training", total=1.0)
+        before, began = trainer.progress.anchors, trainer.progress.seconds
+
+        def show(progress: TrainingProgress) -> None:
+            speed = (progress.anchors - before) / max(progress.seconds - began, 1e-9)
+            length = progress.accept_lengths[-1][1]
+            text = f"step {progress.step}, loss {progress.loss:.3f}, accept length {length:.2f}, {speed:.0f} blocks/s"
+            bar.update(task, completed=trainer.share_done, description=text)
+
+        trainer.run(show, keep)
+    write_plots(out, trainer.progress)
+    console.print(f"accept length {trainer.progress.best:.2f} on held-out text; the drafter is in {out}")
+
+
+def command_line(settings: EngineSettings, training: TrainingSettings, out: Path) -> str:
+    """The command that trains so, wherever the settings came from."""
+    words = ["tandem", "train-drafter", str(out)]
+    for given in (training, settings):
+        for field in fields(given):
+            value = getattr(given, field.name)
+            if value != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                values = value if isinstance(value, list) else [value]
+                words += [flag] if value is True else [word for each in values for word in (flag, str(each))]
+    return shlex.join(words)
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines of a file that may not be there yet. One that was being written when its writer died is cut off."""
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        path.write_bytes(whole)
+    return whole.decode().split("\n")[:-1]

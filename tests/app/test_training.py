@@ -1,0 +1,86 @@
+"""`tandem train-drafter`, from nothing to a drafter that serves, and on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from models.loader import inspect_model
+from models.options import ModelOptions
+from speculative.pairing import check_pairing, target_digest
+from tests.tiny_model import save_tiny_model
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
+    template = folder / "chat.jinja"
+    template.write_text(CHAT)
+    return [
+        *("--model", str(folder), "--chat-template", str(template), "--threads", "1"),
+        *(
+            "--max-total-tokens",
+            "2048",
+            "--max-running-requests",
+            "16",
+            "--answer-tokens",
+            "12",
+            "--layers",
+            "1",
+            "--draft-vocab-size",
+            "64",
+        ),
+        *("--block-size", "4", "--blocks-per-step", "32"),
+    ]
+
+
+def train(out: Path, arguments: Sequence[str], *more: str) -> int:
+    return main(["train-drafter", str(out), *arguments, *more])
+
+
+def test_text_is_written_a_drafter_trained_and_both_continued(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, arguments, "--tokens", "9000", "--steps", "2") == 0
+    answers = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    tokens = sum(len(json.loads(line)["token_ids"]) for line in answers)
+    assert tokens >= 9000
+    target = inspect_model(ModelOptions(model=arguments[1]))
+    drafter = inspect_model(ModelOptions(model=str(tmp_path)), drafter=True)
+    check_pairing(drafter, target)
+    assert drafter.dflash is not None
+    assert drafter.dflash.target_digest == target_digest(target)
+    assert drafter.dflash.accept_length is not None and drafter.dflash.accept_length >= 1.0
+    assert f"tandem train-drafter {tmp_path} --tokens 9000" in (tmp_path / "README.md").read_text()
+    assert "the drafter is in" in capsys.readouterr().err
+
+    assert train(tmp_path, arguments, "--tokens", str(tokens + 200), "--steps", "4") == 0
+    more = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    assert more[: len(answers)] == answers
+    assert len({json.loads(line)["id"] for line in more}) == len(more) > len(answers)
+
+
+def test_no_minutes_write_text_only(arguments: list[str], tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    assert train(tmp_path / "out", arguments, "--data", str(prompts), "--minutes", "0") == 0
+    (line,) = (tmp_path / "out" / "run" / "answers.jsonl").read_text().splitlines()
+    assert json.loads(line)["id"] == "prompts.jsonl-0"
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_what_cannot_be_trained_on_is_said(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train-drafter", str(tmp_path / "out"), "--data", "/nowhere.jsonl"]) == 2
+    assert "--data /nowhere.jsonl" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    assert train(tmp_path / "out", arguments, "--data", str(prompts), "--steps", "1") == 2
+    assert "too few" in capsys.readouterr().err
