@@ -120,23 +120,28 @@ def learn(
         version=version(),
     )
 
+    began, before = trainer.progress.seconds, trainer.progress.anchors
+
+    def describe(progress: TrainingProgress) -> str:
+        speed = (progress.anchors - before) / max(progress.seconds - began, 1e-9)
+        length = progress.accept_lengths[-1][1]
+        return f"step {progress.step}, loss {progress.loss:.3f}, accept length {length:.2f}, {speed:.0f} blocks/s"
+
     def keep(progress: TrainingProgress) -> None:
-        extra = {"target_digest": digest, "accept_length": round(progress.best, 3)}
-        export(out, trainer.drafter, trainer.draft_token_ids, extra)
-        write_card(out, trainer, facts)
+        if progress.is_best:
+            extra = {"target_digest": digest, "accept_length": round(progress.best, 3)}
+            export(out, trainer.drafter, trainer.draft_token_ids, extra)
+            write_card(out, trainer, facts)
+        write_plots(out, progress)
+        if not console.is_terminal:  # where the bar would show only at the end
+            console.print(f"{progress.seconds / 60:.1f} minutes, {describe(progress)}")
 
     with _bar(console) as bar:
         task = bar.add_task("training", total=1.0)
-        before, began = trainer.progress.anchors, trainer.progress.seconds
-
-        def show(progress: TrainingProgress) -> None:
-            speed = (progress.anchors - before) / max(progress.seconds - began, 1e-9)
-            length = progress.accept_lengths[-1][1]
-            text = f"step {progress.step}, loss {progress.loss:.3f}, accept length {length:.2f}, {speed:.0f} blocks/s"
-            bar.update(task, completed=trainer.share_done, description=text)
-
-        trainer.run(show, keep)
-    write_plots(out, trainer.progress)
+        trainer.run(
+            lambda progress: bar.update(task, completed=trainer.share_done, description=describe(progress)),
+            keep,
+        )
     console.print(f"accept length {trainer.progress.best:.2f} on held-out text; the drafter is in {out}")
 
 

@@ -45,6 +45,11 @@ class Progress(msgspec.Struct):
     losses: list[tuple[float, float]] = msgspec.field(default_factory=list)
     accept_lengths: list[tuple[float, float]] = msgspec.field(default_factory=list)
 
+    @property
+    def is_best(self) -> bool:
+        """Whether no earlier evaluation had a higher accept length than the last one."""
+        return self.accept_lengths[-1][1] == self.best
+
 
 class Trainer:
     """One run: resumed where the folder has a state, begun anew where it has none."""
@@ -107,24 +112,24 @@ class Trainer:
     def run(
         self,
         on_step: Callable[[Progress], None] = lambda progress: None,
-        on_best: Callable[[Progress], None] = lambda progress: None,
+        on_evaluation: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
-        """Train until the budget is spent. `on_best` is called with every accept length that is the best so far."""
+        """Train until the budget is spent."""
         progress, options = self.progress, self.options
         saved = evaluated = progress.seconds
         if not progress.accept_lengths:
-            self._evaluate(on_best)
+            self._evaluate(on_evaluation)
         while self.share_done < 1.0:
             self._timed_step()
             on_step(progress)
             if progress.seconds - evaluated >= options.evaluate_seconds:
                 evaluated = progress.seconds
-                self._evaluate(on_best)
+                self._evaluate(on_evaluation)
             if progress.seconds - saved >= options.checkpoint_seconds:
                 saved = progress.seconds
                 self.save()
         if evaluated < progress.seconds:
-            self._evaluate(on_best)
+            self._evaluate(on_evaluation)
         self.save()
 
     def save(self) -> None:
@@ -145,13 +150,12 @@ class Trainer:
         best = [(rows @ self._head.t()).argmax(-1) for rows in hidden.flatten(0, 2).split(_ROWS_PREDICTED)]
         return self.draft_token_ids[torch.cat(best).cpu()].view(hidden.shape[:3])
 
-    def _evaluate(self, on_best: Callable[[Progress], None]) -> None:
+    def _evaluate(self, on_evaluation: Callable[[Progress], None]) -> None:
         progress = self.progress
         length = accept_length(self._examples, self._evaluated, self.shape.block_size, self.predict)
         progress.accept_lengths.append((progress.seconds / 60, length))
-        if length > progress.best:
-            progress.best = length
-            on_best(progress)
+        progress.best = max(progress.best, length)
+        on_evaluation(progress)
 
     def _timed_step(self) -> None:
         progress = self.progress

@@ -49,15 +49,15 @@ def test_loss_falls_and_accept_length_rises_on_text_that_was_held_out(
     trainer: Callable[..., Trainer], tmp_path: Path
 ) -> None:
     run = trainer(tmp_path)
-    best: list[float] = []
-    run.run(on_best=lambda progress: best.append(progress.best))
+    best: list[bool] = []
+    run.run(on_evaluation=lambda progress: best.append(progress.is_best))
     losses = [loss for _, loss in run.progress.losses]
     lengths = [length for _, length in run.progress.accept_lengths]
     assert losses[-1] < losses[0] / 2
     assert lengths[0] < 1.5
     assert lengths[-1] > 2.2
-    assert best == sorted(set(best))
-    assert best[-1] == max(lengths)
+    assert best == [length == max(lengths[: i + 1]) for i, length in enumerate(lengths)]
+    assert run.progress.best == max(lengths)
     assert run.share_done == 1.0
 
 
