@@ -75,6 +75,7 @@ def _load() -> ctypes.CDLL | str:
         "tandem_isa": (ctypes.c_char_p, ()),
         "tandem_team_size": (int32, ()),
         "tandem_set_team_size": (None, (int32,)),
+        "tandem_use_large_pages": (None, (pointer, int64)),
         "tandem_packed_bytes": (int64, (int32, int32, int32)),
         "tandem_pack": (None, (int32, int32, int32, pointer, pointer)),
         "tandem_dequantise_rows": (int32, (pointer, pointer, int32, pointer)),
@@ -134,6 +135,11 @@ def threads() -> int:
 def set_threads(count: int) -> None:
     """Set the size of the thread team, the calling thread included. Results do not depend on it."""
     library().tandem_set_team_size(count)
+
+
+def use_large_pages(address: int, size: int) -> None:
+    """Ask for pages of 2 MB for memory that has not been written to yet. Nothing happens where there are none."""
+    library().tandem_use_large_pages(address, size)
 
 
 def physical_cores() -> int:

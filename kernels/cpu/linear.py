@@ -7,14 +7,12 @@ A row's result does not depend on the other rows, on how many there are, or on t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import threading
 
 import torch
 
-from kernels.cpu.library import FORMATS, NativeWeight, check, library
+from kernels.cpu.library import FORMATS, NativeWeight, check, library, use_large_pages
 from kernels.packed import PackedWeight
 
 SUFFIX = "/native"
@@ -46,12 +44,10 @@ class _Memory:
 
     def _chunk(self, size: int) -> torch.Tensor:
         size = -(-size // self._PAGE) * self._PAGE
-        pages = mmap.mmap(-1, size + self._PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        return memory[-memory.data_ptr() % self._PAGE :]
+        memory = torch.empty(size + self._PAGE, dtype=torch.uint8)
+        aligned = memory[-memory.data_ptr() % self._PAGE :][:size]
+        use_large_pages(aligned.data_ptr(), size)
+        return aligned
 
 
 _weights = _Memory()

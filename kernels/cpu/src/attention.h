@@ -4,6 +4,7 @@
 // result does not depend on the queries beside it, on how splits are shared out, or on where the slots lie.
 #pragma once
 
+#include "attention_tiles.h"
 #include "rows.h"
 
 namespace TANDEM_ISA {
@@ -48,7 +49,7 @@ static void gather_keys(const char* const* rows, int head_dim, bool is_bf16, flo
 
 // Even and odd dimensions are summed apart: two chains of operations hide each other's latency.
 template <int kQueries>
-static void score(const float* const* query, const float* keys, int head_dim, float scale, float* scores) {
+static void score(const float* const* query, const float* keys, int head_dim, float* scores) {
     f32 s[kQueries][2][2];
     for (int q = 0; q < kQueries; q++)
         for (int i = 0; i < 4; i++) s[q][i / 2][i % 2] = splat(0.0f);
@@ -64,7 +65,7 @@ static void score(const float* const* query, const float* keys, int head_dim, fl
     }
     for (int q = 0; q < kQueries; q++)
         for (int h = 0; h < 2; h++)
-            store(scores + kKvBlock * q + 16 * h, mul(add(s[q][0][h], s[q][1][h]), splat(scale)));
+            store(scores + kKvBlock * q + 16 * h, add(s[q][0][h], s[q][1][h]));
 }
 
 // rows [kQueries] = rows * correction + probabilities [kQueries][32] times values, over kVectors * 16 columns at `at`.
@@ -108,36 +109,16 @@ static inline void prefetch_rows(const AttentionItem& item, int base) {
     }
 }
 
-// Queries [begin, end) of the item over the block of positions at `base`.
-static void attend_block(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
-                         float* scratch) {
-    const int count = end - begin;
-    float* keys = scratch;                                      // [head_dim][32]
-    float* values = keys + (size_t)item.head_dim * kKvBlock;    // [32][head_dim], where the pool is bf16
-    float* scores = values + (size_t)item.head_dim * kKvBlock;  // [count][32]
-    const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
-    const char* key_rows[kKvBlock];
-    const float* value_rows[kKvBlock];
-    for (int p = 0; p < kKvBlock; p++) {
-        const size_t slot = (size_t)item.slots[base + (p < positions ? p : positions - 1)];
-        key_rows[p] = item.key + slot * item.slot_stride;
-        const char* value = item.value + slot * item.slot_stride;
-        value_rows[p] = (const float*)value;
-        if (item.is_bf16 && p < positions) {
-            float* row = values + (size_t)p * item.head_dim;
-            for (int i = 0; i < item.head_dim; i += 16) store(row + i, load_bf16(value + 2 * i));
-            value_rows[p] = row;
-        }
-    }
-    gather_keys(key_rows, item.head_dim, item.is_bf16, keys);
-    by_runs<kQueryRun>(count, [&]<int n>(int i) {
-        score<n>(item.query + begin + i, keys, item.head_dim, item.scale, scores + kKvBlock * i);
-    });
-
-    alignas(64) float correction[kQueryBlock] = {}, larger[kQueryBlock] = {};
+// Masks and scales scores [count][32] of queries [begin, begin + count) over the block at `base`, and turns them into
+// probabilities beside the maxima so far. What was summed before is to be multiplied by correction [count].
+static void soften(const AttentionItem& item, int base, int begin, int count, float* maxima, float* scores, float* rows,
+                   float* correction) {
+    alignas(64) float larger[kQueryBlock];
+    const f32 scale = splat(item.scale);
     for (int i = 0; i < count; i++) {
         const int first = item.first[begin + i] - base, last = item.last[begin + i] - base;
         float* s = scores + kKvBlock * i;
+        store(s, mul(load(s), scale)), store(s + 16, mul(load(s + 16), scale));
         for (int p = 0; p < first; p++) s[p] = -INFINITY;
         for (int p = last; p < kKvBlock; p++) s[p] = -INFINITY;
         const float before = maxima[begin + i], block = largest(max(load(s), load(s + 16)));
@@ -148,19 +129,61 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
     for (int i = 0; i < kQueryBlock; i += 16) store(correction + i, exp(load(correction + i)));
     for (int i = 0; i < count; i++) {
         float* s = scores + kKvBlock * i;
-        float* sums = rows + (size_t)(begin + i) * attention_row(item.head_dim) + item.head_dim;
+        float* sums = rows + (size_t)i * attention_row(item.head_dim) + item.head_dim;
         const f32 a = exp(sub(load(s), splat(larger[i]))), b = exp(sub(load(s + 16), splat(larger[i])));
         store(s, a), store(s + 16, b);
         store(sums, fma(load(sums), splat(correction[i]), add(a, b)));
     }
+}
+
+// Queries [begin, end) of the item over the block of positions at `base`.
+static void attend_block(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
+                         float* scratch) {
+    const int count = end - begin;
+    float* scores = scratch;  // [32][32]
+    float* rest = scores + kQueryBlock * kKvBlock;
+    rows += (size_t)begin * attention_row(item.head_dim);
+    const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
+    const char *key_rows[kKvBlock], *value_rows[kKvBlock];
+    for (int p = 0; p < kKvBlock; p++) {
+        const size_t at = (size_t)item.slots[base + (p < positions ? p : positions - 1)] * item.slot_stride;
+        key_rows[p] = item.key + at, value_rows[p] = item.value + at;
+    }
+    alignas(64) float correction[kQueryBlock] = {};
+#if defined(__AMX_BF16__)
+    if (item.is_bf16) {
+        const TileMemory memory = tile_memory(rest, item.head_dim);
+        pair_keys(key_rows, item.head_dim, memory.keys);
+        pair_values(value_rows, positions, item.head_dim, memory.values);
+        configure_attention(tile_rows(count));
+        tile_scores(memory, begin, count, item.head_dim, scores);
+        soften(item, base, begin, count, maxima, scores, rows, correction);
+        for (int i = 0; i < count * kKvBlock; i += 16) to_bf16(memory.probabilities + i, load(scores + i));
+        return tile_weigh(memory, correction, count, item.head_dim, rows);
+    }
+#endif
+    float* keys = rest;                                       // [head_dim][32]
+    float* values = keys + (size_t)item.head_dim * kKvBlock;  // [32][head_dim], where the pool is bf16
+    if (item.is_bf16) {
+        for (int p = 0; p < positions; p++) {
+            float* row = values + (size_t)p * item.head_dim;
+            for (int i = 0; i < item.head_dim; i += 16) store(row + i, load_bf16(value_rows[p] + 2 * i));
+            value_rows[p] = (const char*)row;
+        }
+    }
+    gather_keys(key_rows, item.head_dim, item.is_bf16, keys);
     by_runs<kQueryRun>(count, [&]<int n>(int i) {
-        float* to = rows + (size_t)(begin + i) * attention_row(item.head_dim);
+        score<n>(item.query + begin + i, keys, item.head_dim, scores + kKvBlock * i);
+    });
+    soften(item, base, begin, count, maxima, scores, rows, correction);
+    by_runs<kQueryRun>(count, [&]<int n>(int i) {
+        float* to = rows + (size_t)i * attention_row(item.head_dim);
         const float* s = scores + kKvBlock * i;
         int at = 0;
         for (; at + 64 <= item.head_dim; at += 64)
-            weigh<n, 4>(s, correction + i, value_rows, positions, to, item.head_dim, at);
+            weigh<n, 4>(s, correction + i, (const float* const*)value_rows, positions, to, item.head_dim, at);
         for (; at < item.head_dim; at += 16)
-            weigh<n, 1>(s, correction + i, value_rows, positions, to, item.head_dim, at);
+            weigh<n, 1>(s, correction + i, (const float* const*)value_rows, positions, to, item.head_dim, at);
     });
 }
 
@@ -169,6 +192,11 @@ static void attend(const AttentionItem& item, int first_split, int last_split, f
     const size_t stride = attention_row(item.head_dim);
     float* partial = (float*)scratch;
     float* rest = partial + kQueryBlock * stride;
+#if defined(__AMX_BF16__)
+    if (item.is_bf16)
+        round_queries(item.query, item.count, item.head_dim,
+                      tile_memory(rest + kQueryBlock * kKvBlock, item.head_dim));
+#endif
     for (int split = first_split; split < last_split; split++) {
         float part[kQueryBlock];
         for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
@@ -183,6 +211,9 @@ static void attend(const AttentionItem& item, int first_split, int last_split, f
         }
         for (int q = 0; q < item.count; q++) merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
     }
+#if defined(__AMX_BF16__)
+    if (item.is_bf16) configure_tiles();
+#endif
 }
 
 }  // namespace TANDEM_ISA

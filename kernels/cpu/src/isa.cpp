@@ -1,6 +1,6 @@
 // The kernels of one instruction set. Compiled once for each, with its own flags and TANDEM_ISA as its name.
-#include "attention.h"
 #include "linear.h"
+#include "attention.h"  // takes tile configurations from linear.h
 
 #define TEXT_OF(x) #x
 #define NAME_OF(x) TEXT_OF(x)

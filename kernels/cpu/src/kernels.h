@@ -37,7 +37,7 @@ struct Activations {
 
 // One head's work of one sequence: `count` queries that share a KV head, over the KV blocks of [first, last) splits.
 constexpr int kKvBlock = 32;       // positions a block: online softmax goes block by block
-constexpr int kKvSplit = 256;      // positions a split: partial results that are merged in order, at fixed positions
+constexpr int kKvSplit = 128;      // positions a split: partial results that are merged in order, at fixed positions
 constexpr int kQueryBlock = 32;    // queries at once
 
 struct AttentionItem {
@@ -87,7 +87,8 @@ const Kernels& kernels();  // those of this machine
 
 // Floats that `attend` needs as scratch.
 static inline size_t attention_scratch(int head_dim) {
-    return (size_t)kQueryBlock * attention_row(head_dim) + 2 * (size_t)kKvBlock * head_dim + kQueryBlock * kKvBlock;
+    return (size_t)kQueryBlock * (2 * attention_row(head_dim) + head_dim) + 2 * (size_t)kKvBlock * head_dim +
+           2 * kQueryBlock * kKvBlock;
 }
 
 size_t tile_bytes(int32_t format);  // bytes of `tile_columns` columns of 16 rows
