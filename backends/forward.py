@@ -53,6 +53,7 @@ class ForwardBatch:
     capture_layers: ids of layers whose output hidden states the caller wants back.
     num_draft_rows: S counts of query tokens, up to a sequence's last, that are guesses. None: none.
     state_pool: recurrent state, by table row; None for models without.
+    features: [T, hidden_size] what a chain drafter reads beside each token. None for other models.
     """
 
     mode: ForwardMode
@@ -70,6 +71,7 @@ class ForwardBatch:
     capture_layers: tuple[int, ...] = ()
     num_draft_rows: tuple[int, ...] | None = None
     state_pool: StatePool | None = None
+    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,8 +78,11 @@ class Decoder(CausalLM):
         )
 
     def forward(self, batch: ForwardBatch) -> HiddenStates:
+        return self.run(self.embed_tokens(batch.input_ids), batch)
+
+    def run(self, hidden: torch.Tensor, batch: ForwardBatch) -> HiddenStates:
+        """All layers over what the first one is given, [T, hidden_size]."""
         rotations = {id(rope): rope(batch.positions) for rope in self.ropes}
-        hidden = self.embed_tokens(batch.input_ids)
         captured: dict[int, torch.Tensor] = {}
         for layer_id, layer in enumerate(self.layers):
             hidden = layer(hidden, rotations[id(self.rope_of(layer_id))])

@@ -73,7 +73,7 @@ class LatentAttention(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, parts: Sequence[LatentPart]) -> torch.Tensor:
         """hidden [T, hidden_size] to the same; each of `parts` by its method."""
-        query, entry = self._query(hidden, rotation), self._entry(hidden, rotation)
+        query, entry = self._query(hidden, rotation), self.entry(hidden, rotation)
         backend = get_attn_backend()
         out: torch.Tensor | None = None
         for chosen in parts:
@@ -102,7 +102,7 @@ class LatentAttention(torch.nn.Module):
         nope, rope = query.split((self.nope_dim, self.rope_dim), dim=-1)
         return torch.cat((nope, self.rotate(rope, rotation)), dim=-1)
 
-    def _entry(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    def entry(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """What is cached: [T, 1, head_dim], the normed latent and the rotated key that all heads share."""
         latent, rope = self.kv_a_proj(hidden).unsqueeze(1).split((self.latent_dim, self.rope_dim), dim=-1)
         return torch.cat((self.kv_a_layernorm(latent), self.rotate(rope, rotation)), dim=-1)
@@ -156,9 +156,8 @@ class DeepseekV2ForCausalLM(Decoder):
         config = self.config
         return KVLayout(config.num_layers, 1, config.kv_lora_rank + config.qk_rope_head_dim, 0, dtype)
 
-    def forward(self, batch: ForwardBatch) -> HiddenStates:
+    def run(self, hidden: torch.Tensor, batch: ForwardBatch) -> HiddenStates:
         rotation, parts = self.ropes[0](batch.positions), latent_parts(batch)
-        hidden = self.embed_tokens(batch.input_ids)
         captured: dict[int, torch.Tensor] = {}
         for layer_id, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, parts)

@@ -15,15 +15,15 @@ import torch
 from backends.forward import forward_context, get_forward_context
 from backends.kv_pool import KVPool
 from kernels.cpu.context_plan import ContextPlan
-from kernels.cpu.linear import is_packed, slice_rows
+from kernels.cpu.linear import is_packed
 from kernels.linear import select_rows
-from kernels.packed import PackedWeight
 from models.config import ModelConfig
+from models.context import key_value_rows
 from models.decoder import Decoder
 from models.dflash_config import DFlashConfig
 from models.layers import DecoderLayer, Embedding, Linear, RMSNorm
 from models.rotary import Rotation, rotate
-from models.weights import Weights, concat_rows
+from models.weights import Weights
 
 
 class DFlashLayer(DecoderLayer):
@@ -71,7 +71,8 @@ class DFlashDrafter(Decoder):
             assert isinstance(layer, DFlashLayer)
             layer.causal = dflash.is_causal(layer_id, config)
             attentions.append(layer.self_attn)
-        self._context_kv = _shared_kv([attention.qkv_proj for attention in attentions], config)
+        rows = config.num_kv_heads * config.head_dim
+        self._context_kv = key_value_rows([attention.qkv_proj for attention in attentions], rows)
         k_norms = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
         self._k_norms = RMSNorm(torch.stack(k_norms).unsqueeze(1), eps)
         self._context_plan = self._native_context()
@@ -113,28 +114,3 @@ class DFlashDrafter(Decoder):
         norm, k_norms = self.hidden_norm.weight, self._k_norms.weight.squeeze(1)
         bias = self._context_kv.bias
         return ContextPlan(*weights, bias, norm, k_norms, rope.cos, rope.sin, self.config.rms_norm_eps)
-
-
-def _shared_kv(projections: list[Linear], config: ModelConfig) -> Linear:
-    """The products of k and v of all layers, one after the other, over the memory of the layers' own.
-
-    Packed matrices are joined, so that a context pass is one product, and the layers get slices of the whole.
-    """
-    rows = config.num_kv_heads * config.head_dim
-    queries = config.num_heads * config.head_dim
-    biases = [projection.bias[queries:] for projection in projections if projection.bias is not None]
-    bias = torch.cat(biases) if biases else None
-    first = projections[0].weights[0]
-    if not is_packed(first):  # q, k and v in one float matrix
-        weights = [weight for projection in projections for weight in projection.weights]
-        return Linear(
-            tuple(PackedWeight(w.format, w.data[queries:], 2 * rows, w.columns) for w in weights), bias
-        )
-    parts = [weight for projection in projections for weight in projection.weights[1:]]
-    if len({part.format for part in parts}) > 1 or rows % 16:
-        return Linear(tuple(parts), bias)
-    joined = concat_rows(parts)
-    for index, projection in enumerate(projections):
-        slices = (slice_rows(joined, (2 * index + part) * rows, rows) for part in range(2))
-        projection.weights = (projection.weights[0], *slices)
-    return Linear((joined,), bias)

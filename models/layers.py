@@ -90,6 +90,7 @@ class Attention(torch.nn.Module):
     """Self-attention of one layer; scores and cache are the business of the pass's backend."""
 
     query_parts: ClassVar[int] = 1  # what q_proj gives for each head, in widths of one
+    input_parts: ClassVar[int] = 1  # what it is given, in hidden sizes
 
     def __init__(self, config: ModelConfig, layer_id: int, source: Weights, norm: type[RMSNorm]) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Attention(torch.nn.Module):
             prefix,
             ("q_proj", "k_proj", "v_proj"),
             (self.query_parts * width, kv_width, kv_width),
-            config.hidden_size,
+            self.input_parts * config.hidden_size,
             config.attention_bias,
         )
         self.o_proj = Linear.load(
@@ -120,7 +121,7 @@ class Attention(torch.nn.Module):
             self.k_norm = norm(source.vector(f"{prefix}.k_norm.weight", self.head_dim), config.rms_norm_eps)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """hidden [T, hidden_size] to the same."""
+        """hidden [T, input_parts * hidden_size] to [T, hidden_size]."""
         heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         return self.o_proj(self.attend(query, key, value, rotation))

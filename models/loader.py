@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,10 @@ from models.decoder import Decoder
 from models.dflash import DFlashDrafter
 from models.dflash_config import ARCHITECTURE as DFLASH
 from models.dflash_config import DFlashConfig, read_dflash_config
+from models.eagle3 import Eagle3Config, Eagle3Drafter, is_eagle3, read_eagle3_config
+from models.eagle3 import weight_name as eagle3_weight_name
 from models.gguf import GGUFSource, gguf_config
+from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_weight_name
 from models.options import Dtype, ModelOptions
 from models.registry import family
 from models.source import SafetensorsSource, WeightSource, safetensors_files
@@ -38,7 +41,19 @@ class ModelFiles:
     weight_bytes: int
     config: ModelConfig
     name: str
-    dflash: DFlashConfig | None = None  # of a drafter that is no model by itself
+    # One of these is set for a drafter that is no model by itself.
+    dflash: DFlashConfig | None = None
+    eagle3: Eagle3Config | None = None
+    mtp_of: ModelConfig | None = None  # the target's, in whose checkpoint the head is
+
+    @property
+    def drafts(self) -> Literal["standalone", "dflash", "eagle3", "mtp"]:
+        """The algorithm that it can serve as a drafter for."""
+        if self.dflash is not None:
+            return "dflash"
+        if self.eagle3 is not None:
+            return "eagle3"
+        return "standalone" if self.mtp_of is None else "mtp"
 
 
 def inspect_model(
@@ -78,22 +93,38 @@ def load_model(files: ModelFiles, device: torch.device, precision: Precision) ->
 
 
 def load_drafter(files: ModelFiles, device: torch.device, precision: Precision, target: CausalLM) -> CausalLM:
-    """Load the drafter of `target`: a DFlashDrafter, which borrows from it, or a model by itself.
+    """Load the drafter of `target`: one that borrows from it (DFlash, EAGLE-3, MTP), or a model by itself.
 
     A borrower computes in the target's dtype, whatever `precision` says. Raises ModelError, as `load_model`.
     """
-    if files.dflash is None:
+    if files.drafts == "standalone":
         return load_model(files, device, precision)
     if not isinstance(target, Decoder):
-        raise ModelError(f"{files.path}: a DFlash drafter cannot borrow from {type(target).__name__}")
+        raise ModelError(f"{files.path}: a drafter cannot borrow from {type(target).__name__}")
     native = precision.native and target.dtype == precision.dtype
-    # Published names lack the prefix that names of whole models have.
-    source = SafetensorsSource(files.weight_files, lambda name: f"model.{name.removeprefix('model.')}")
+    source = SafetensorsSource(files.weight_files, _drafter_names(files))
     weights = Weights(source, str(files.path), device, Precision(target.dtype, native))
+    model: Decoder
     with torch.inference_mode():
-        model = DFlashDrafter(files.config, files.dflash, weights, target)
+        if files.dflash is not None:
+            model = DFlashDrafter(files.config, files.dflash, weights, target)
+        elif files.eagle3 is not None:
+            model = Eagle3Drafter(files.config, files.eagle3, weights, target)
+        else:
+            model = mtp_head(files.config, str(files.path))(files.config, weights, target)
     weights.warn_unread()
     return model
+
+
+def inspect_mtp(target: ModelFiles) -> ModelFiles:
+    """The MTP head in the checkpoint of `target`, as a drafter. Raises ModelError if there is none."""
+    mtp_head(target.config, str(target.path))
+    if target.kind == "gguf":
+        raise ModelError(f"{target.path}: MTP heads are read from safetensors, not from GGUF files")
+    files = replace(target, config=mtp_config(target.config), mtp_of=target.config)
+    if PROJECTION not in SafetensorsSource(files.weight_files, _drafter_names(files)).names():
+        raise ModelError(f"{target.path}: the checkpoint has no MTP head (it may have been saved without)")
+    return files
 
 
 def resolve_device(device: str) -> torch.device:
@@ -160,14 +191,25 @@ def _inspect_gguf(path: Path) -> ModelFiles:
 def _inspect_folder(folder: Path, name: str, drafter: bool) -> ModelFiles:
     raw, where = _read_json(folder / "config.json"), str(folder / "config.json")
     config = ModelConfig.from_hf(raw, where)
-    dflash = None
+    dflash = eagle3 = None
     if drafter and config.architecture == DFLASH:
         dflash = read_dflash_config(raw, where)
+    elif drafter and is_eagle3(raw):
+        eagle3 = read_eagle3_config(raw, where)
     else:
         family(config, where)
     files = safetensors_files(folder)
     SafetensorsSource(files)  # opens every file, which checks its header against its size
-    return ModelFiles("hf", folder, files, sum(file.stat().st_size for file in files), config, name, dflash)
+    size = sum(file.stat().st_size for file in files)
+    return ModelFiles("hf", folder, files, size, config, name, dflash, eagle3)
+
+
+def _drafter_names(files: ModelFiles) -> Callable[[str], str | None]:
+    """From names in a borrower's checkpoint to those that a whole model would have; None: of no use to it."""
+    if files.mtp_of is not None:
+        return mtp_weight_name(files.mtp_of)
+    # Published names lack the prefix.
+    return eagle3_weight_name if files.dflash is None else lambda name: f"model.{name.removeprefix('model.')}"
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -7,6 +7,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.deepseek_v2 import DeepseekV2ForCausalLM
 from models.dflash_config import ARCHITECTURE as DFLASH
+from models.eagle3 import ARCHITECTURES as EAGLE3
 from models.gemma3 import Gemma3ForCausalLM
 from models.granite_hybrid import GraniteMoeHybridForCausalLM
 from models.lfm2 import Lfm2ForCausalLM
@@ -47,7 +48,7 @@ FAMILIES: dict[str, type[Decoder]] = {
 def family(config: ModelConfig, where: str) -> type[Decoder]:
     """The class for `config`. Raises ModelError, which starts with `where`, for an architecture not in FAMILIES."""
     found = FAMILIES.get(config.architecture)
-    if config.architecture == DFLASH:
+    if config.architecture in (DFLASH, *EAGLE3):
         raise ModelError(
             f"{where}: a drafter is no model by itself; give it as --speculative-draft-model-path"
         )
