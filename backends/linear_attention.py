@@ -18,6 +18,8 @@ from backends.forward import ForwardBatch, forward_context
 from backends.state_pool import StatePool
 from kernels.linear_attention import CHUNK, advance, chunks, read
 
+_ROWS_AT_ONCE = 64  # of a convolution: what it works on stays in the cache
+
 
 @dataclass(frozen=True, slots=True)
 class _Span:
@@ -40,6 +42,23 @@ class _Span:
     def complete(self, rows: int) -> int:
         """How many chunks its first `rows` rows complete."""
         return (self.cached + rows) // CHUNK
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a pool, as a tensor, and as a slice where they lie side by side, which needs no copy."""
+
+    rows: torch.Tensor
+    run: slice | None
+
+    @classmethod
+    def of(cls, rows: Sequence[int], device: torch.device) -> _Rows:
+        together = bool(rows) and list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        run = slice(rows[0], rows[0] + len(rows)) if together else None
+        return cls(torch.tensor(rows, dtype=torch.int64, device=device), run)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.index_select(0, self.rows) if self.run is None else tensor[self.run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +98,10 @@ class _Plan:
     spans: list[_Span]
     order: list[int]
     conv_taps: int
-    taps: list[torch.Tensor]
+    taps: torch.Tensor  # [conv_taps, T] of the inputs
     table_rows: torch.Tensor
     without_inputs: torch.Tensor | None  # which of table_rows have seen nothing yet
-    ordered_rows: torch.Tensor
+    ordered_rows: _Rows
     without_state: torch.Tensor | None  # which of ordered_rows have no complete chunk yet
     cells: torch.Tensor
     query_cells: torch.Tensor
@@ -111,14 +130,12 @@ class LinearAttentionBackend:
         if plan.without_inputs is not None:
             before.index_fill_(0, plan.without_inputs, 0)
         inputs = torch.cat((before.flatten(0, 1), x.to(before.dtype)))
-        # Tap by tap: sums of products in one order, whatever the number of rows.
-        out = inputs.index_select(0, plan.taps[0]).float() * layer.conv_weight[0]
-        for tap, weight in zip(plan.taps[1:], layer.conv_weight[1:], strict=True):
-            out += inputs.index_select(0, tap).float() * weight
+        parts = [_convolve(inputs, taps, layer.conv_weight) for taps in plan.taps.split(_ROWS_AT_ONCE, 1)]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
         _write_conv(pool, layer.state_id, inputs, plan.writes)
         if plan.drafted is not None:
             plan.drafted.inputs[layer.state_id] = inputs
-        return out if layer.conv_bias is None else out + layer.conv_bias
+        return out if layer.conv_bias is None else out.add_(layer.conv_bias)
 
     def recur(
         self,
@@ -142,7 +159,7 @@ class LinearAttentionBackend:
         layout = pool.layout
         gates = (log_decay,) if beta is None else (log_decay, beta)
         rows = torch.cat((key.flatten(1), value.flatten(1), *gates), 1)
-        recent = pool.recent[layer_id].index_select(0, plan.ordered_rows).flatten(0, 1)
+        recent = plan.ordered_rows.take(pool.recent[layer_id]).flatten(0, 1)
         known = torch.cat((recent, rows, rows.new_zeros(1, rows.shape[1])))
         parts = known.index_select(0, plan.cells).view(-1, CHUNK, rows.shape[1]).split(layout.row_parts, 2)
         queries = torch.cat((query, query.new_zeros(1, *query.shape[1:]))).index_select(0, plan.query_cells)
@@ -152,9 +169,9 @@ class LinearAttentionBackend:
             parts[1].unflatten(2, value.shape[1:]),
             *parts[2:],
         )
-        state = pool.recurrent[layer_id].index_select(0, plan.ordered_rows)
+        state = plan.ordered_rows.take(pool.recurrent[layer_id])
         if plan.without_state is not None:
-            state.index_fill_(0, plan.without_state, 0)
+            state = state.index_fill(0, plan.without_state, 0)
         outs, states = [], []
         for number, (first, sequences, complete) in enumerate(plan.rounds):
             part = prepared.part(first, first + sequences)
@@ -244,6 +261,14 @@ class HybridLinearBackend(AttentionBackend):
         return self.linear.recur(query, key, value, log_decay, beta, layer, batch, _half(plan, 1))
 
 
+def _convolve(inputs: torch.Tensor, taps: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Tap by tap: sums of products in one order, whatever the number of rows."""
+    out = inputs.index_select(0, taps[0]).float().mul_(weight[0])
+    for tap, of_tap in zip(taps[1:], weight[1:], strict=True):
+        out += inputs.index_select(0, tap).float().mul_(of_tap)
+    return out
+
+
 def _half(plan: object, index: int) -> object:
     assert isinstance(plan, tuple)
     return plan[index]
@@ -291,7 +316,7 @@ def _plan(batch: ForwardBatch, pool: StatePool) -> _Plan:
         range(len(spans)), key=lambda i: (-spans[i].num_chunks, -spans[i].complete(spans[i].num_rows))
     )
 
-    def indices(values: Sequence[int]) -> torch.Tensor:
+    def indices(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     def before_position(position: int, of: Sequence[_Span]) -> torch.Tensor | None:
@@ -306,15 +331,15 @@ def _plan(batch: ForwardBatch, pool: StatePool) -> _Plan:
         spans=spans,
         order=order,
         conv_taps=before + 1,
-        taps=[
-            indices(
+        taps=indices(
+            [
                 [row for span, own in zip(spans, inputs, strict=True) for row in own[tap:][: span.num_rows]]
-            )
-            for tap in range(before + 1)
-        ],
+                for tap in range(before + 1)
+            ]
+        ),
         table_rows=indices([span.table_row for span in spans]),
         without_inputs=before_position(1, spans),
-        ordered_rows=indices([span.table_row for span in ordered]),
+        ordered_rows=_Rows.of([span.table_row for span in ordered], device),
         without_state=before_position(CHUNK, ordered),
         cells=indices(cells),
         query_cells=indices(query_cells),

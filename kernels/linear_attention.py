@@ -12,6 +12,7 @@ only. So a row has the same bits in a prompt, in a chunk of it, in a decode step
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -70,7 +71,7 @@ def chunks(
     query, key, value = query.transpose(1, 2), key.transpose(1, 2).contiguous(), value.transpose(1, 2)
     num_keys = key.shape[1]
     total = log_decay.transpose(1, 2).cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
+    later, one = _constants(key.device)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(later, -torch.inf)
     decay = _exp(between).unflatten(1, (num_keys, -1))
     from_start, to_end = _exp(torch.stack((total, total[..., -1:] - total), 2)).unsqueeze(-1).unbind(2)
@@ -79,8 +80,7 @@ def chunks(
         return Chunks(query, key, value.contiguous(), scores, from_start, to_end)
     beta = beta.transpose(1, 2).unsqueeze(-1)
     system = ((key @ key.transpose(-1, -2)).unsqueeze(2) * decay).flatten(1, 2) * beta
-    one = torch.eye(CHUNK, device=key.device).expand_as(system)
-    inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True)
+    inverse = torch.linalg.solve_triangular(system, one.expand_as(system), upper=False, unitriangular=True)
     reads = torch.cat((key, query), 2)
     return Chunks(reads, key, value, scores, from_start, to_end, beta, inverse.contiguous())
 
@@ -95,7 +95,9 @@ def read(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     else:
         known = seen[:, :, :CHUNK] * chunks.from_start
         update = chunks.inverse @ ((chunks.values - known) * chunks.beta)
-    return seen[:, :, -CHUNK:] * chunks.from_start + chunks.scores @ update, update
+    out = (seen[:, :, -CHUNK:] * chunks.from_start).contiguous()
+    out.flatten(0, 1).baddbmm_(chunks.scores.flatten(0, 1), update.flatten(0, 1))
+    return out, update
 
 
 def advance(chunks: Chunks, update: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,15 @@ def advance(chunks: Chunks, update: torch.Tensor, state: torch.Tensor) -> torch.
     added = (update * chunks.to_end).unflatten(1, (num_keys, -1)).transpose(2, 3).flatten(3)
     kept = state.view(len(state), num_keys, key_dim, -1, update.shape[-1])
     decay = chunks.from_start[:, :, -1].view(len(state), num_keys, 1, -1, 1)
-    return (kept * decay).flatten(3) + chunks.keys.transpose(-1, -2) @ added
+    advanced = (kept * decay).flatten(3)
+    advanced.flatten(0, 1).baddbmm_(chunks.keys.transpose(-1, -2).flatten(0, 1), added.flatten(0, 1))
+    return advanced
+
+
+@cache
+def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of a chunk come after a row, and the identity."""
+    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=device).triu(1), torch.eye(CHUNK, device=device)
 
 
 def _exp(x: torch.Tensor) -> torch.Tensor:
