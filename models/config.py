@@ -20,8 +20,6 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 Activation = Literal["silu", "gelu_tanh"]
 RouterScoring = Literal["softmax", "sigmoid"]
 
-_MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
-
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # By model_type, what its transformers class takes for a key that config.json leaves out.
@@ -285,7 +283,7 @@ class _Reader:
         )
         latent = self._latent()
         kv_heads = heads if latent else self._int("num_key_value_heads", heads)
-        if layers > _MAX_LAYERS:
+        if layers > hybrid.MAX_LAYERS:
             raise self._error(f"num_hidden_layers {layers} is more than any model has")
         if heads % kv_heads:
             raise self._error(

@@ -10,6 +10,8 @@ import msgspec
 
 LayerType = Literal["full_attention", "sliding_attention", "linear_attention", "conv", "mlp", "moe"]
 
+MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
+
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
@@ -40,6 +42,9 @@ class StateConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def values(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the keys that other families have as well under their names."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers {layers} is more than any model has")
     return {**config, **_FAMILIES[model_type].values(config)}
 
 
