@@ -34,6 +34,7 @@ class Drafter(ABC):
         """`num_draft_tokens` counts verified rows, the last token included. `vocab_size` is the target's."""
         self.runner = runner
         self.num_draft_tokens = num_draft_tokens
+        self.scratch_size = num_draft_tokens  # slots for what is drafted for a request
         self.vocabulary = DraftVocabulary(vocab_size)
         self.valid = torch.empty(0, dtype=torch.bool)
 
@@ -73,8 +74,14 @@ class Drafter(ABC):
     def target_wrote(
         self, steps: Sequence[SequenceStep], slots: torch.Tensor, captured: Mapping[int, torch.Tensor]
     ) -> None:
-        """The target has computed `steps`, the tokens of which are in `slots` ([T], in order): whatever the drafter
-        had there belongs to other tokens. `captured` are the outputs of `capture_layers`, [T, hidden_size] each."""
+        """The target has computed `steps`, the tokens of which are in `slots` ([T], in order). `captured` are the
+        outputs of `capture_layers`, [T, hidden_size] each.
+
+        What the drafter had in these slots belongs to other tokens, but for those of the tree: they are only computed
+        again.
+        """
+        if any(step.request.tree_len > step.request.cached_len for step in steps):
+            slots = slots[self.tensor(_new_rows(steps))]
         self.valid.index_fill_(0, slots, False)
 
     @abstractmethod
@@ -95,6 +102,26 @@ class Drafter(ABC):
     def forget(self, request: Request) -> None:
         """`request` gives its slots back, which others may find in the tree or fill anew."""
 
+    def scratch(self, request: Request) -> range:
+        """The scratch slots of the request's row."""
+        pool, table = self.runner.kv_pool, self.runner.slot_table
+        assert pool is not None and table is not None
+        rows_from_here = len(table.tensor) - request.table_row
+        first = pool.num_slots - rows_from_here * self.scratch_size
+        return range(first, first + self.scratch_size)
+
     def tensor(self, values: Sequence[int]) -> torch.Tensor:
         """[N] int64 on the drafter's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
+
+
+def _new_rows(steps: Sequence[SequenceStep]) -> list[int]:
+    """Which of the rows of `steps` are not of the tree."""
+    rows: list[int] = []
+    offset = 0
+    for step in steps:
+        end = offset + step.num_tokens + len(step.drafts)
+        again = max(step.request.tree_len - step.request.cached_len, 0)
+        rows += range(min(offset + again, end), end)
+        offset = end
+    return rows

@@ -12,11 +12,10 @@ import torch
 from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from engine.runner import ModelRunner
+from speculative.chain import draft_chains
 from speculative.drafter import Drafter
-from speculative.proposal import LEVEL_GUESSES, DraftVocabulary, MakeSamplingRow, Proposal, choose
+from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
 
-# A chain ends where it is less likely than this that all of it is right, by the model's own word.
-GIVE_UP = 0.1
 MAX_EXTEND = 512  # tokens of a pass in which the model catches up
 
 
@@ -45,15 +44,13 @@ class Standalone(Drafter):
     def __init__(self, runner: ModelRunner, num_draft_tokens: int, vocab_size: int) -> None:
         super().__init__(runner, num_draft_tokens, vocab_size)
         self._known: dict[Request, int] = {}  # leading tokens that the model has
-        self._first_scratch = self._limit = 0
+        self._limit = 0
 
     def prepare(self) -> None:
         super().prepare()
-        pool, table = self.runner.kv_pool, self.runner.slot_table
-        assert pool is not None and table is not None
-        rows, width = table.tensor.shape
-        self._first_scratch = pool.num_slots - rows * self.num_draft_tokens
-        self._limit = min(self.runner.context_len, width)
+        table = self.runner.slot_table
+        assert table is not None
+        self._limit = min(self.runner.context_len, table.tensor.shape[1])
         # Models of one tokenizer may be padded to different sizes.
         own = self.runner.files.config.vocab_size
         if own < self.vocabulary.size:
@@ -71,21 +68,15 @@ class Standalone(Drafter):
         for part in parts:
             while len(part.slots) > MAX_EXTEND:
                 self._pass([part.cut(MAX_EXTEND)])
-        proposals = [Proposal()] * len(requests)
-        chances = np.ones(len(requests))
-        active = list(range(len(requests)))
-        for j in range(max(limits)):
-            logits = self._pass([parts[i] for i in active])
-            for row, i in enumerate(active):
-                request = requests[i]
-                proposal = choose(logits[row : row + 1], request, self.vocabulary, sampling_row, proposals[i])
-                proposals[i] = proposal
-                chances[i] *= LEVEL_GUESSES[proposal.levels[-1]]
-                slot = self._scratch(request)[min(j + 1, self.num_draft_tokens - 1)]
-                parts[i] = _Part(request, request.num_tokens + j, [proposal.token_ids[-1]], [slot])
-            active = [i for i in active if j + 1 < limits[i] and chances[i] > GIVE_UP]
-            if not active:
-                break
+
+        def next_logits(active: Sequence[int], drafted: Sequence[Proposal]) -> torch.Tensor:
+            if not drafted[0].token_ids:
+                return self._pass(parts)
+            return self._pass(
+                [self._drafted(requests[i], draft) for i, draft in zip(active, drafted, strict=True)]
+            )
+
+        proposals = draft_chains(next_logits, requests, limits, self.vocabulary, sampling_row)
         for request in requests:
             self._known[request] = request.cached_len
             self.valid.index_fill_(0, self.tensor(request.slots[: request.cached_len]), True)
@@ -109,9 +100,15 @@ class Standalone(Drafter):
             missing = (~self.valid[slots]).nonzero()
             known, start = (int(missing[0]) if len(missing) else end), 0
         room = table.tensor.shape[1] - start
-        table.write(request.table_row, start, [*request.slots[start:end], *self._scratch(request)][:room])
+        table.write(request.table_row, start, [*request.slots[start:end], *self.scratch(request)][:room])
         ids = request.token_ids(known, request.num_tokens)
-        return _Part(request, known, ids, [*request.slots[known:end], self._scratch(request)[0]])
+        return _Part(request, known, ids, [*request.slots[known:end], self.scratch(request)[0]])
+
+    def _drafted(self, request: Request, draft: Proposal) -> _Part:
+        """The last token of `draft`."""
+        count = len(draft.token_ids)
+        slot = self.scratch(request)[count]
+        return _Part(request, request.num_tokens + count - 1, [draft.token_ids[-1]], [slot])
 
     def _pass(self, parts: Sequence[_Part]) -> torch.Tensor:
         """Logits of the last token of each part, [len(parts), V] float32."""
@@ -134,7 +131,3 @@ class Standalone(Drafter):
                 kv_pool=pool,
             )
         ).logits[:, : self.vocabulary.size]
-
-    def _scratch(self, request: Request) -> range:
-        first = self._first_scratch + request.table_row * self.num_draft_tokens
-        return range(first, first + self.num_draft_tokens)
