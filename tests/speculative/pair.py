@@ -25,15 +25,17 @@ from models.loader import inspect_model, load_drafter
 from models.options import ModelOptions
 from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
 from speculative.dflash import DFlash
+from speculative.drafter import Drafter
 from speculative.drafting_worker import DraftingWorker
 from speculative.options import Algorithm, SpeculativeOptions
 from speculative.proposal import MakeSamplingRow, Proposal
+from speculative.standalone import Standalone
 from tests.engine.fakes import Receiver
 from tests.lossless import ROWS
 from tests.models.dflash_reference import ReferenceDrafter, make_drafter
 from tests.tiny_model import save_tiny_model
 
-SLOTS = 1024
+SLOTS = 2048
 BLOCK = 6
 
 
@@ -50,7 +52,7 @@ class Pair:
     attention: AttentionOptions
 
     @classmethod
-    def make(cls, folder: Path, context: int = 512, draft_context: int = 512) -> Pair:
+    def make(cls, folder: Path, context: int = 640, draft_context: int = 640) -> Pair:
         shape = {
             "hidden_size": 64,
             "num_hidden_layers": 4,
@@ -133,6 +135,25 @@ class Recorded(DFlash):
         return Proposal(tuple(tokens), proposal.levels)
 
 
+def twin_of_the_target(pair: Pair) -> Standalone:
+    """The target itself as a drafting model, whose drafts are all right."""
+    options = ModelOptions(model=str(pair.target.files.path), dtype="float32", device="cpu")
+    runner = ModelRunner(
+        "draft",
+        pair.target.files,
+        options,
+        pair.cache,
+        pair.attention,
+        ROWS,
+        target=pair.target,
+        scratch_slots=ROWS * 16,
+        load_weights=lambda files, device, precision, target: target,
+    )
+    runner.load()
+    runner.init_attention_backends()
+    return Standalone(runner, 16, pair.target.files.config.vocab_size)
+
+
 class Everything(PayoffController):
     """Has everything drafted and verified."""
 
@@ -164,7 +185,7 @@ class Served:
     engine: Engine
     scheduler: Scheduler
     worker: DraftingWorker
-    drafter: Recorded
+    drafter: Drafter
     names: int = 0
     waiting: dict[str, Receiver] = field(default_factory=dict)
 
@@ -193,7 +214,7 @@ class Served:
             last.finish_reason,
             request.stats,
             last.cached_tokens,
-            self.drafter.proposed.get(request.request_id, []),
+            self.drafter.proposed.get(request.request_id, []) if isinstance(self.drafter, Recorded) else [],
         )
 
     def ask(self, prompt: Sequence[int], algorithm: str | None = None, **sampling: object) -> Reply:
@@ -216,8 +237,9 @@ def serving(
     chunk: int = 48,
     caching: bool = True,
     page: int = 1,
+    drafter: Drafter | None = None,
 ) -> Iterator[Served]:
-    drafter = Recorded(pair, window)
+    drafter = drafter or Recorded(pair, window)
     drafter.prepare()
     worker = DraftingWorker(
         pair.target,

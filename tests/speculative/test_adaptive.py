@@ -272,3 +272,27 @@ def test_fewer_rows_are_never_held_to_cost_more() -> None:
         for _ in range(3):
             costs.observe(rows, seconds, step=0)
     assert costs.estimate(np.array([1, 4])).tolist() == [2.0, 2.0]
+
+
+def test_all_row_counts_share_a_pace_that_follows_the_last_steps() -> None:
+    """A context that grows slows down steps that were not tried since as well."""
+    costs = StepCostModel()
+    for rows, seconds in ((1, 1.0), (8, 2.0)):
+        for _ in range(9):
+            costs.observe(rows, seconds, step=0)
+    for step in range(1, 120):
+        costs.observe(1, 1.0 + 0.005 * step, step)
+    one, eight = costs.estimate(np.array([1, 8])).tolist()
+    assert one == pytest.approx(1.6, rel=0.05)
+    assert eight == pytest.approx(2 * one, rel=0.25)
+
+
+def test_one_slow_step_hardly_changes_the_pace_and_not_how_row_counts_compare() -> None:
+    costs = StepCostModel()
+    for rows, seconds in ((1, 1.0), (8, 2.0)):
+        for _ in range(9):
+            costs.observe(rows, seconds, step=0)
+    costs.observe(1, 50.0, step=1)
+    one, eight = costs.estimate(np.array([1, 8])).tolist()
+    assert one == pytest.approx(1.0, rel=0.1)
+    assert eight == pytest.approx(2 * one)

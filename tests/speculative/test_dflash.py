@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import Request, SpeculationParams
+from engine.request import OutputEvent, Request, SpeculationParams
 from speculative.adaptive import Choice, Prospect
-from tests.speculative.pair import BLOCK, Everything, Pair, Reply, Served, serving
+from speculative.features import MAX_PENDING
+from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
 
 LENGTH = 24  # tokens of an answer
 RANDOM = random.Random(0)
@@ -44,6 +45,8 @@ def served(pair: Pair, truths: list[list[int]]) -> Iterator[Served]:
 
 def know(served: Served, truths: list[list[int]]) -> None:
     """Have drafts corrected towards plain decoding's text."""
+
+    assert isinstance(served.drafter, Recorded)
 
     def truth(request: Request, count: int) -> Sequence[int]:
         text = request.token_ids(0, request.num_tokens)
@@ -157,8 +160,8 @@ def test_a_request_that_opts_in_midway_drafts_from_what_is_known_of_it(
     request, receiver = served.start(PROMPTS[0], "none", max_tokens=LENGTH)
     opted_in: list[int] = []
 
-    def opt_in(event: object) -> None:
-        receiver(event)  # type: ignore[arg-type]
+    def opt_in(event: OutputEvent) -> None:
+        receiver(event)
         if len(request.output_ids) == 8:
             request.speculation = SpeculationParams()
             opted_in.append(request.cached_len)
@@ -205,6 +208,38 @@ def test_choices_of_one_prompt_share_slots_and_context(
             assert reply.token_ids == truths[1][:LENGTH]
             if algorithm is None:
                 assert reply.proposed == cold[2].proposed
+
+
+def test_context_that_was_written_for_a_prompt_moves_with_it(pair: Pair) -> None:
+    """A long prompt's context is written before the prompt is complete, into slots that then turn out to be
+    duplicates of an opted-out request's, which have none."""
+    prompt = [RANDOM.randrange(256) for _ in range(2 * MAX_PENDING)]
+    with serving(pair, chunk=MAX_PENDING // 2 + 40) as served:
+        opted_out, follower = served.ask_together(
+            served.start(prompt, "none", max_tokens=LENGTH), served.start(prompt, max_tokens=LENGTH)
+        )
+    assert opted_out.token_ids == follower.token_ids
+    hold_to_reference(pair, follower)
+
+
+def test_a_prompt_is_shared_with_its_context_while_its_first_owner_decodes(
+    pair: Pair, served: Served
+) -> None:
+    """The second request is admitted in the step after the first one's prompt."""
+    first, receiver = served.start(PROMPTS[0], max_tokens=LENGTH)
+    second, other = served.start(PROMPTS[0], max_tokens=LENGTH)
+
+    def submit_second(event: OutputEvent) -> None:
+        if not receiver.events:
+            served.engine.submit(second)
+        receiver(event)
+
+    first.sink = submit_second
+    served.engine.submit(first)
+    replies = served.finish(first, receiver), served.finish(second, other)
+    assert replies[1].cached_tokens == len(PROMPTS[0]) - 1
+    for reply in replies:
+        hold_to_reference(pair, reply)
 
 
 def test_preempted_requests_draft_on_as_if_nothing_had_been(

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from engine.request import Request, SamplingParams
-from engine.runner import ModelRunner
-from models.loader import inspect_model
-from models.options import ModelOptions
-from speculative.drafter import Drafter
-from speculative.standalone import Standalone
-from tests.lossless import ROWS, Answer, answer, drafting, plain
-from tests.speculative.pair import Pair, Recorded
+from tests.lossless import Answer, answer, drafting, plain
+from tests.speculative.pair import Pair, Recorded, twin_of_the_target
 
 Requests = dict[str, tuple[Sequence[int], SamplingParams]]
 
@@ -92,30 +86,10 @@ def test_dflash(
     assert (stats.preemptions_total > 0) == (slots is not None)
 
 
-def twin_of_the_target(pair: Pair, folder: Path) -> Drafter:
-    """The target itself as a drafting model, whose drafts are all right."""
-    options = ModelOptions(model=str(folder), dtype="float32", device="cpu")
-    runner = ModelRunner(
-        "draft",
-        inspect_model(options),
-        options,
-        pair.cache,
-        pair.attention,
-        ROWS,
-        target=pair.target,
-        scratch_slots=ROWS * 16,
-        load_weights=lambda files, device, precision, target: pair.target.model,
-    )
-    runner.load()
-    runner.init_attention_backends()
-    drafter = Standalone(runner, 16, pair.target.files.config.vocab_size)
-    drafter.prepare()
-    return drafter
-
-
 @pytest.mark.parametrize("slots", [None, 150])
 def test_standalone(pair: Pair, requests: Requests, expected: dict[str, Answer], slots: int | None) -> None:
-    drafter = twin_of_the_target(pair, pair.target.files.path)
+    drafter = twin_of_the_target(pair)
+    drafter.prepare()
     answers, totals, _ = answer(
         pair.target, pair.tokenizer, drafting("standalone", drafter), requests, slots=slots
     )
@@ -127,14 +101,10 @@ def test_standalone(pair: Pair, requests: Requests, expected: dict[str, Answer],
     assert totals.drafted_tokens - totals.accepted_tokens <= ends
 
 
-@pytest.mark.parametrize("make", [Knowing, None])
-def test_auto(
-    pair: Pair, requests: Requests, expected: dict[str, Answer], make: Callable[..., Drafter] | None
-) -> None:
+@pytest.mark.parametrize("kind", ["dflash", "standalone"])
+def test_auto(pair: Pair, requests: Requests, expected: dict[str, Answer], kind: str) -> None:
     """Lookup and model side by side: some of these texts repeat themselves."""
-    drafter = (
-        Knowing(pair, expected, 0.7) if make is not None else twin_of_the_target(pair, pair.target.files.path)
-    )
+    drafter = Knowing(pair, expected, 0.7) if kind == "dflash" else twin_of_the_target(pair)
     drafter.prepare()
     answers, totals, _ = answer(pair.target, pair.tokenizer, drafting("auto", drafter), requests)
     assert answers == expected
