@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 
 from backends.options import AttentionOptions, SpeculativeAttentionMode
 from engine.options import CacheOptions, KVCacheDtype, SchedulerOptions
-from models.options import Dtype, ModelOptions
+from models.options import Dtype, ModelOptions, Quantization
 from speculative.options import Algorithm, SpeculativeOptions
 
 _MODEL = Group.create_ordered("Model")
@@ -51,6 +51,10 @@ class EngineSettings:
         Dtype,
         Parameter(group=_MODEL, help="What weights are held and computed in. auto: the checkpoint's own."),
     ] = "auto"
+    quantization: Annotated[
+        Quantization | None,
+        Parameter(group=_MODEL, help="Hold a float checkpoint's matrices in so many bits. CPU only."),
+    ] = None
     device: Annotated[
         str, Parameter(group=_MODEL, help="auto, cpu or cuda. auto: the GPU where there is one.")
     ] = "auto"
@@ -170,6 +174,10 @@ class EngineSettings:
         str | None,
         Parameter(group=_SPECULATION, help="The drafter: a Hugging Face folder, a hub id, or a .gguf file."),
     ] = None
+    speculative_draft_model_quantization: Annotated[
+        Quantization | None,
+        Parameter(group=_SPECULATION, help="--quantization of the drafter."),
+    ] = None
     speculative_num_draft_tokens: Annotated[
         int | None,
         Parameter(
@@ -246,6 +254,7 @@ class EngineSettings:
                 "speculative_draft_attention_backend",
                 "speculative_draft_kv_cache_dtype",
                 "speculative_draft_window_size",
+                "speculative_draft_model_quantization",
             ):
                 if getattr(self, name) is not None:
                     raise SettingsError(
@@ -270,6 +279,7 @@ class EngineSettings:
         return ModelOptions(
             model=model,
             dtype=self.dtype,
+            quantization=self.quantization,
             device=self.device,
             context_length=self.context_length,
             chat_template=self.chat_template,
@@ -285,6 +295,7 @@ class EngineSettings:
         return ModelOptions(
             model=self.speculative_draft_model_path,
             dtype=self.dtype,
+            quantization=self.speculative_draft_model_quantization,
             device=self.device,
             context_length=self.context_length,
         )

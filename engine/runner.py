@@ -109,7 +109,9 @@ class ModelRunner:
     def load(self) -> None:
         """Load the weights."""
         options = self._model_options
-        precision = resolve_precision(self.files, options.dtype, self.device, native_kernels_available())
+        precision = resolve_precision(
+            self.files, options.dtype, self.device, native_kernels_available(), options.quantization
+        )
         lender = () if self._target is None else (self._target.model,)
         self.model = self._load_weights(self.files, self.device, precision, *lender)
         self.model.eval()

@@ -21,7 +21,7 @@ from models.eagle3 import Eagle3Config, Eagle3Drafter, is_eagle3, read_eagle3_co
 from models.eagle3 import weight_name as eagle3_weight_name
 from models.gguf import GGUFSource, gguf_config
 from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_weight_name
-from models.options import Dtype, ModelOptions
+from models.options import Dtype, ModelOptions, Quantization
 from models.registry import family
 from models.source import SafetensorsSource, WeightSource, safetensors_files
 from models.weights import Precision, Weights
@@ -140,14 +140,28 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def resolve_precision(files: ModelFiles, dtype: Dtype, device: torch.device, native: bool) -> Precision:
+def resolve_precision(
+    files: ModelFiles,
+    dtype: Dtype,
+    device: torch.device,
+    native: bool,
+    quantization: Quantization | None = None,
+) -> Precision:
     """What to compute in. A named dtype converts all weights to it.
 
     `auto` on a CPU leaves the weights in the checkpoint's own format, for the native kernels, with float32
     activations. Without those kernels (`native` False), 16-bit checkpoints and GGUF files run in bfloat16 where
     the CPU has instructions for that, else in float32. On a GPU a GGUF file runs in bfloat16, a checkpoint in its
-    own type.
+    own type. `quantization` is for checkpoints and those kernels: ModelError for anything else.
     """
+    if quantization is not None:
+        if files.kind == "gguf":
+            raise ModelError(
+                f"{files.path}: quantization {quantization!r} is for safetensors, not for GGUF files"
+            )
+        if dtype != "auto" or device.type != "cpu" or not native:
+            raise ModelError(f"quantization {quantization!r} needs the native CPU kernels and dtype 'auto'")
+        return Precision(torch.float32, native=True, quantization=quantization)
     if dtype != "auto":
         return Precision(_DTYPES[dtype])
     if device.type == "cpu" and native:

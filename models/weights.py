@@ -12,13 +12,20 @@ import torch
 from kernels.cpu.linear import can_pack, pack
 from kernels.dequantize import dequantize
 from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
+from kernels.quantize import COLUMNS, quantize
 from models.base import ModelError
+from models.options import Quantization
 from models.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
 # Rows dequantised at a time, so that no float32 copy of a whole matrix exists beside the held one.
 _ROWS_AT_A_TIME = 4096
+
+
+# What 4 bits are too few for: the ends of the model get 8. And what decides among experts is left as it is.
+_ENDS = ("embed_tokens.weight", "lm_head.weight")
+_ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
 
 
 class Weights:
@@ -44,7 +51,10 @@ class Weights:
             self._check(name, (part.rows, part.columns), (expected, columns))
             parts.append(part)
         if self._precision.native:  # a step plan names each matrix, and gains nothing from stacking
-            return tuple(hold(part, self._precision, self.device) for part in parts)
+            return tuple(
+                hold(part, self._precision_of(name), self.device)
+                for name, part in zip(names, parts, strict=True)
+            )
         if len({part.format for part in parts}) == 1:
             return (hold(concat_rows(parts), self._precision, self.device),)
         held = [hold(part, self._precision, self.device) for part in parts]
@@ -91,6 +101,13 @@ class Weights:
         if extra:
             logger.warning("%s: %d tensors are not used: %s", self._where, len(extra), ", ".join(extra[:8]))
 
+    def _precision_of(self, name: str) -> Precision:
+        if name.endswith(_ROUTERS):
+            return msgspec.structs.replace(self._precision, quantization=None)
+        if name.endswith(_ENDS) and self._precision.quantization == "int4":
+            return msgspec.structs.replace(self._precision, quantization="int8")
+        return self._precision
+
     def _read(self, name: str) -> str:
         own = self._own_names.get(name, name)
         self._unread.discard(own)
@@ -104,16 +121,22 @@ class Weights:
 
 
 class Precision(msgspec.Struct, frozen=True):
-    """What a model computes in. `native`: weights keep the checkpoint's own format, packed for the CPU kernels."""
+    """What a model computes in. `native`: weights keep the checkpoint's own format, packed for the CPU kernels.
+
+    quantization: float matrices are held in 8 or 4 bits instead, in blocks of 32 columns; native only.
+    """
 
     dtype: torch.dtype  # of activations; of weights too, unless native
     native: bool = False
+    quantization: Quantization | None = None
 
 
 def hold(weight: PackedWeight, precision: Precision, device: torch.device) -> PackedWeight:
     """The form in which a model keeps `weight`, in memory of its own: packed as it is, or a float matrix."""
     dtype = precision.dtype
     if precision.native:
+        if precision.quantization is not None and _can_quantize(weight):
+            weight = quantize(weight.data, "Q8_0" if precision.quantization == "int8" else "Q4_1")
         if can_pack(weight):
             return pack(weight)
         return pack(hold(weight, Precision(dtype), device))
@@ -126,6 +149,10 @@ def hold(weight: PackedWeight, precision: Precision, device: torch.device) -> Pa
             PackedWeight(weight.format, data, len(data), weight.columns)
         )
     return pack_float(held)
+
+
+def _can_quantize(weight: PackedWeight) -> bool:
+    return weight.format in FLOAT_FORMATS.values() and weight.columns % COLUMNS == 0
 
 
 def concat_rows(parts: Sequence[PackedWeight]) -> PackedWeight:

@@ -145,6 +145,10 @@ CONTRADICTIONS = {
         ["--speculative-draft-kv-cache-dtype", "int8"],
         ["--speculative-draft-kv-cache-dtype", "--speculative-draft-model-path"],
     ),
+    "bits for no drafter": (
+        ["--speculative-draft-model-quantization", "int8"],
+        ["--speculative-draft-model-quantization", "--speculative-draft-model-path"],
+    ),
     "drafts without speculation": (
         ["--speculative-algorithm", "none", "--speculative-num-draft-tokens", "4"],
         ["--speculative-algorithm", "--speculative-num-draft-tokens"],
