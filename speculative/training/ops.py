@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _LOGITS_ROWS = 512  # at a time
+_LEAST = torch.finfo(torch.float32).tiny  # a likelihood that the loss can still tell from 0
 
 
 class _Linear(torch.autograd.Function):
@@ -141,11 +142,9 @@ class _HeadLoss(torch.autograd.Function):
         for start in range(0, len(hidden), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
             label, weight = labels[rows], weights[rows, None]
-            logits = hidden[rows] @ head.t()
-            share = logits.softmax(-1)
-            # log of the sum of exponentials, by the highest share: it cannot round to 0 as the label's may
-            partition = logits.amax(1).float() - share.amax(1).float().log()
-            loss += (weight[:, 0] * (partition - logits.gather(1, label[:, None])[:, 0].float())).sum()
+            share = (hidden[rows] @ head.t()).softmax(-1)
+            likelihood = share.gather(1, label[:, None])[:, 0].float()
+            loss -= (weight[:, 0] * likelihood.clamp_min(_LEAST).log()).sum()
             gradient[rows] = ((share @ head).sub_(head[label]) * weight).to(hidden.dtype)
         ctx.save_for_backward(gradient)
         return loss
