@@ -99,6 +99,20 @@ def test_narrower_entries_make_room_for_more() -> None:
     assert slots["int8"] / slots["float32"] == pytest.approx(64 * 4 / (64 + 4), rel=0.2)
 
 
+def test_what_requests_hold_beside_their_slots_comes_out_of_the_same_memory() -> None:
+    entry, options = layout("float32"), CacheOptions(mem_fraction_static=0.001)
+    all_of_it = num_slots([entry], options, 1 << 40, CPU)
+    half = all_of_it // 2 * entry.bytes_per_slot
+    assert num_slots([entry], options, 1 << 40, CPU, half) == pytest.approx(all_of_it / 2, rel=0.3)
+    with pytest.raises(ValueError, match="--max-running-requests"):
+        num_slots([entry], options, 1 << 40, CPU, 4 * half)
+
+
+def test_without_attention_a_slot_costs_nothing() -> None:
+    none = KVLayout(0, 1, 1, 1, torch.float32)
+    assert num_slots([none], CacheOptions(), 1000, CPU) == MAX_CONTEXTS * 1000
+
+
 def test_a_pool_without_room_for_a_page_names_the_settings() -> None:
     with pytest.raises(ValueError, match="--mem-fraction-static or --max-total-tokens, or lower --page-size"):
         num_slots([layout("float32")], CacheOptions(max_total_tokens=8, page_size=16), 100, CPU)

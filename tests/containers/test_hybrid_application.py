@@ -1,0 +1,110 @@
+"""A model with recurrent state through the whole application: its commit is detected whatever is built first."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from dependency_injector import providers
+
+from backends.linear_attention import HybridLinearBackend
+from backends.setup import AttentionBackends, build_attention_backends
+from containers.application import ApplicationContainer
+from speculative.worker import SpeculativeWorker
+from tests.containers.test_application import complete, make_container
+from tests.models.checkpoints import make_checkpoint as make_plain_checkpoint
+from tests.models.hybrid_checkpoints import make_checkpoint
+from tests.tiny_model import save_tiny_model
+
+PROMPT = "again and again and again and again and again and"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target with recurrent state and a drafter without, both with the tokenizer of the tiny model."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("tiny", "target", "draft")}
+    save_tiny_model(made["tiny"])
+    make_checkpoint("granite-hybrid", made["target"])
+    make_plain_checkpoint("llama", made["draft"])
+    for name in ("target", "draft"):
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(made["tiny"] / file, made[name] / file)
+    return made
+
+
+def hybrid(folders: dict[str, Path], algorithm: str, **settings: Any) -> ApplicationContainer:
+    return make_container(folders["target"], speculative_algorithm=algorithm, **settings)
+
+
+def started(container: ApplicationContainer) -> SpeculativeWorker:
+    """The worker, and what it has found out, while everything is up."""
+
+    async def start() -> SpeculativeWorker:
+        async with container.startup().run():
+            worker = container.worker()
+            assert isinstance(worker, SpeculativeWorker)
+            return worker
+
+    return anyio.run(start)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("worker", "target.runner", "startup", "engine"),
+        ("engine", "worker", "startup", "target.runner"),
+        ("startup", "target.runner", "engine", "worker"),
+    ],
+    ids=lambda order: order[0],
+)
+def test_the_commit_is_detected_in_any_order_of_construction(
+    folders: dict[str, Path], order: tuple[str, ...]
+) -> None:
+    container = hybrid(folders, "ngram")
+    for name in order:
+        scope = container
+        *scopes, part = name.split(".")
+        for inner in scopes:
+            scope = getattr(scope, inner)
+        getattr(scope, part)()
+    worker = container.worker()
+    assert isinstance(worker, SpeculativeWorker)
+    assert not worker.need_mamba_verify_commit
+    assert started(container) is worker
+    assert worker.need_mamba_verify_commit
+
+
+def test_the_commit_of_a_backend_that_is_made_late_is_detected(folders: dict[str, Path]) -> None:
+    built: list[AttentionBackends] = []
+
+    def late(**arguments: Any) -> AttentionBackends:
+        worker = container.worker()  # there long before its backend is
+        assert isinstance(worker, SpeculativeWorker) and not worker.need_mamba_verify_commit
+        built.append(build_attention_backends(**arguments))
+        return built[-1]
+
+    container = hybrid(folders, "ngram")
+    container.worker()
+    with container.target.attention_backends.override(providers.Callable(late)):
+        assert started(container).need_mamba_verify_commit
+    assert isinstance(built[0].attn_backend, HybridLinearBackend)
+
+
+def test_a_target_that_only_attends_commits_nothing(folders: dict[str, Path]) -> None:
+    assert not started(make_container(folders["tiny"])).need_mamba_verify_commit
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_nothing(folders: dict[str, Path], temperature: float) -> None:
+    sampled = {"max_tokens": 30, "temperature": temperature, "seed": 5, "ignore_eos": True}
+    expected = complete(hybrid(folders, "none"), PROMPT, **sampled).token_ids
+    assert len(expected) == 30
+    assert complete(hybrid(folders, "ngram"), PROMPT, **sampled).token_ids == expected
+    standalone = hybrid(folders, "standalone", speculative_draft_model_path=str(folders["draft"]))
+    answered = complete(standalone, PROMPT, **sampled)
+    assert answered.token_ids == expected
+    speculation = answered.events[-1].speculation
+    assert speculation is not None and speculation.drafted_tokens > 0
