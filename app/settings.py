@@ -244,18 +244,19 @@ class EngineSettings:
             raise SettingsError(
                 "--speculative-num-draft-tokens has no meaning with --speculative-algorithm none: leave one of them out"
             )
-        if self.speculative_algorithm in ("none", "ngram") and self.speculative_draft_model_path is not None:
+        if (
+            self.speculative_algorithm in ("none", "ngram", "mtp")
+            and self.speculative_draft_model_path is not None
+        ):
             raise SettingsError(
                 "--speculative-draft-model-path has no meaning with --speculative-algorithm "
                 f"{self.speculative_algorithm}: leave one of them out"
             )
         if self.speculative_draft_model_path is None:
-            for name in (
-                "speculative_draft_attention_backend",
-                "speculative_draft_kv_cache_dtype",
-                "speculative_draft_window_size",
-                "speculative_draft_model_quantization",
-            ):
+            of_drafters = ["speculative_draft_window_size", "speculative_draft_model_quantization"]
+            if self.speculative_algorithm != "mtp":  # whose drafter is in the target's own checkpoint
+                of_drafters += ["speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"]
+            for name in of_drafters:
                 if getattr(self, name) is not None:
                     raise SettingsError(
                         f"--{name.replace('_', '-')} has no meaning without --speculative-draft-model-path: "
@@ -286,7 +287,9 @@ class EngineSettings:
         )
 
     def draft_model_options(self) -> ModelOptions:
-        """Raises SettingsError if no drafter is named."""
+        """Raises SettingsError if no drafter is named. An MTP head is the target's own."""
+        if self.speculative_algorithm == "mtp":
+            return self.model_options()
         if self.speculative_draft_model_path is None:
             raise SettingsError(
                 f"--speculative-algorithm {self.speculative_algorithm} needs a drafter: name it with "
@@ -333,7 +336,7 @@ class EngineSettings:
         return SpeculativeOptions(
             algorithm=self.speculative_algorithm,
             has_drafter=self.speculative_draft_model_path is not None
-            or self.speculative_algorithm in ("dflash", "standalone"),
+            or self.speculative_algorithm in ("dflash", "standalone", "eagle3", "mtp"),
             num_draft_tokens=self.speculative_num_draft_tokens or _SPECULATIVE.num_draft_tokens,
             ngram_min_match=self.speculative_ngram_min_match,
             ngram_max_match=self.speculative_ngram_max_match,

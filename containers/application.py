@@ -42,7 +42,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
     workers = speculative_options.workers
 
     model_files = providers.Singleton(inspect_model, model_options)
-    draft_model_files = providers.Singleton(inspect_drafter, draft_model_options, model_files)
+    draft_model_files = providers.Singleton(inspect_drafter, draft_model_options, model_files, algorithm)
 
     __self__ = providers.Self()
 
@@ -105,6 +105,8 @@ class ApplicationContainer(containers.DeclarativeContainer):
         ngram=drafting_worker,
         dflash=drafting_worker,
         standalone=drafting_worker,
+        eagle3=drafting_worker,
+        mtp=drafting_worker,
         auto=drafting_worker,
     )
 

@@ -129,6 +129,12 @@ class Eagle3Drafter(ChainDrafter):
             distances = source.vector("model.d2t", eagle3.draft_vocab_size, torch.int64)
             token_ids = distances + torch.arange(len(distances), device=distances.device)
         embedding, head = target.embed_tokens, target.lm_head
+        borrows = not source.has("model.embed_tokens.weight") or not source.has("lm_head.weight")
+        if borrows and hidden != target.config.hidden_size:
+            raise ModelError(
+                f"{source.where}: hidden_size is {hidden}, that of the target {target.config.hidden_size}, "
+                "whose embedding or head it has to borrow"
+            )
         if source.has("model.embed_tokens.weight"):
             (weight,) = source.matrices(["model.embed_tokens.weight"], (config.vocab_size,), hidden)
             embedding = Embedding(weight, source.dtype)

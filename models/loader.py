@@ -103,7 +103,8 @@ def load_drafter(files: ModelFiles, device: torch.device, precision: Precision, 
         raise ModelError(f"{files.path}: a drafter cannot borrow from {type(target).__name__}")
     native = precision.native and target.dtype == precision.dtype
     source = SafetensorsSource(files.weight_files, _drafter_names(files))
-    weights = Weights(source, str(files.path), device, Precision(target.dtype, native))
+    held = Precision(target.dtype, native, precision.quantization if native else None)
+    weights = Weights(source, str(files.path), device, held)
     model: Decoder
     with torch.inference_mode():
         if files.dflash is not None:

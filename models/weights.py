@@ -39,7 +39,7 @@ class Weights:
         self.dtype = precision.dtype
         self._precision = precision
         self._source = source
-        self._where = where
+        self.where = where
         self._unread = source.names()
         self._own_names: dict[str, str] = {}
 
@@ -99,7 +99,7 @@ class Weights:
         """Say which tensors of the checkpoint the model did not ask for."""
         extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
         if extra:
-            logger.warning("%s: %d tensors are not used: %s", self._where, len(extra), ", ".join(extra[:8]))
+            logger.warning("%s: %d tensors are not used: %s", self.where, len(extra), ", ".join(extra[:8]))
 
     def _precision_of(self, name: str) -> Precision:
         if name.endswith(_ROUTERS):
@@ -116,7 +116,7 @@ class Weights:
     def _check(self, name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if shape != expected:
             raise ModelError(
-                f"{self._where}: {name} is {list(shape)}, but the configuration says {list(expected)}"
+                f"{self.where}: {name} is {list(shape)}, but the configuration says {list(expected)}"
             )
 
 

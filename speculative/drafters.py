@@ -6,8 +6,16 @@ from engine.runner import ModelRunner
 from models.base import ModelError
 from speculative.dflash import DFlash
 from speculative.drafter import Drafter
+from speculative.feature_chain import MTP, Eagle3
 from speculative.options import Algorithm, SpeculativeOptions
 from speculative.standalone import Standalone
+
+_KINDS = {
+    "standalone": "a model of its own",
+    "dflash": "a DFlash drafter",
+    "eagle3": "an EAGLE-3 drafter",
+    "mtp": "an MTP head",
+}
 
 
 def make_drafter(runner: ModelRunner, options: SpeculativeOptions, vocab_size: int) -> Drafter:
@@ -15,16 +23,16 @@ def make_drafter(runner: ModelRunner, options: SpeculativeOptions, vocab_size: i
 
     Raises ModelError where `options` name another algorithm than the model is for.
     """
-    kind = "standalone" if runner.files.dflash is None else "dflash"
+    kind = runner.files.drafts
     if options.algorithm not in (kind, "auto"):
-        what = "a model of its own" if kind == "standalone" else "a DFlash drafter"
         raise ModelError(
-            f"{runner.files.path} is {what}: --speculative-algorithm {kind} (or auto) drafts with it, "
+            f"{runner.files.path} is {_KINDS[kind]}: --speculative-algorithm {kind} (or auto) drafts with it, "
             f"{options.algorithm} does not"
         )
-    if kind == "standalone":
-        return Standalone(runner, options.num_draft_tokens, vocab_size)
-    return DFlash(runner, options.num_draft_tokens, vocab_size, options.draft_window_size)
+    if kind == "dflash":
+        return DFlash(runner, options.num_draft_tokens, vocab_size, options.draft_window_size)
+    made: dict[str, type[Drafter]] = {"standalone": Standalone, "eagle3": Eagle3, "mtp": MTP}
+    return made[kind](runner, options.num_draft_tokens, vocab_size)
 
 
 def offered(algorithm: Algorithm, drafter: Drafter | None) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Algorithm = Literal["none", "ngram", "dflash", "standalone", "auto"]
+Algorithm = Literal["none", "ngram", "dflash", "standalone", "eagle3", "mtp", "auto"]
 
 
 class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM
@@ -23,7 +24,7 @@ from engine.slot_table import SlotTable
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.loader import inspect_model, load_drafter
 from models.options import ModelOptions
-from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
+from speculative.adaptive import Candidate, PayoffController, Prospect
 from speculative.dflash import DFlash
 from speculative.drafter import Drafter
 from speculative.drafting_worker import DraftingWorker
@@ -106,14 +107,14 @@ class Pair:
         return tuple(logits.argmax(-1)[1:].tolist())
 
 
-class Recorded(DFlash):
-    """Notes what the drafter proposes, and then corrects some of it: which tokens depends on what they are.
+class Recording(Drafter):
+    """Notes what a drafter proposes, and then corrects some of it: which tokens depends on what they are.
 
     Thereby drafts of a random drafter are accepted, and how many are depends on the drafter alone.
     """
 
-    def __init__(self, pair: Pair, window: int | None = None) -> None:
-        super().__init__(pair.draft, 16, pair.target.files.config.vocab_size, window)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.proposed: dict[str, list[tuple[list[int], tuple[int, ...]]]] = {}
         self.truth: Callable[[Request, int], Sequence[int]] = lambda request, count: ()
 
@@ -154,13 +155,20 @@ def twin_of_the_target(pair: Pair) -> Standalone:
     return Standalone(runner, 16, pair.target.files.config.vocab_size)
 
 
+class Recorded(Recording, DFlash):
+    """A DFlash drafter so."""
+
+    def __init__(self, pair: Pair, window: int | None = None) -> None:
+        super().__init__(pair.draft, 16, pair.target.files.config.vocab_size, window)
+
+
 class Everything(PayoffController):
     """Has everything drafted and verified."""
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
-        return Choice([i for i, prospect in enumerate(prospects) if prospect.drafts], 0.0)
+    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
+        return [i for i, prospect in enumerate(prospects) if prospect.worth is not None]
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, rate: float | None = None) -> list[int]:
+    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
         return [len(candidate.levels) for candidate in candidates]
 
 
@@ -214,7 +222,7 @@ class Served:
             last.finish_reason,
             request.stats,
             last.cached_tokens,
-            self.drafter.proposed.get(request.request_id, []) if isinstance(self.drafter, Recorded) else [],
+            self.drafter.proposed.get(request.request_id, []) if isinstance(self.drafter, Recording) else [],
         )
 
     def ask(self, prompt: Sequence[int], algorithm: str | None = None, **sampling: object) -> Reply:
@@ -248,6 +256,7 @@ def serving(
         controller or Everything(),
         drafter,
     )
+    worker.detect_mamba_commit()
     allocator = SlotAllocator(slots, page)
     table = pair.target.slot_table = SlotTable(ROWS, pair.target.max_context_len, torch.device("cpu"))
     options = SchedulerOptions(max_running_requests=ROWS, chunked_prefill_size=chunk)
