@@ -6,14 +6,12 @@ Nothing here reads a clock. Times are passed in, so the same calls always give t
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
-from operator import mul
-
-import numpy as np
-import numpy.typing as npt
+from itertools import accumulate
+from operator import itemgetter, mul
 
 NUM_LEVELS = 16  # of confidence; higher ones count as the last
 DECAY = 0.99  # weight that an observation keeps from one step to the next
@@ -29,13 +27,9 @@ MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is know
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
-REST = (
-    4  # steps for which a drafting model that does not pay is not thought of: the thought costs time as well
-)
-SAMPLES = 32  # past drafts that stand for the next one, of all requests together
-FEWEST_SAMPLES = 8  # of each
-
-Floats = npt.NDArray[np.float64]
+THRESHOLDS = tuple(i / 10 for i in range(10))  # at which the worth of drafts is kept
+WORTH_SHARE = 1 / 16  # share by which one draft changes it
+RATE_KEPT = 0.95  # weight that the expected rate of a step keeps from one to the next
 
 
 class AcceptRates:
@@ -119,7 +113,7 @@ class StepCostModel:
         """A step with `rows` rows took `seconds`."""
         bucket = _bucket(rows)
         if bucket in self._medians and self.age(rows, step) < PROBE_AGE:
-            surprise = seconds / float(self.estimate(np.array([rows]))[0])
+            surprise = seconds / self.estimate([rows])[0]
             self._pace *= min(max(surprise, 1 / SURPRISE), SURPRISE) ** DRIFT
         seconds /= self._pace
         times = self._times.setdefault(bucket, deque(maxlen=TIMES_KEPT))
@@ -135,10 +129,20 @@ class StepCostModel:
         falling = accumulate((self._medians[known] for known in reversed(self._rows)), min)
         self._costs = list(falling)[::-1]
 
-    def estimate(self, rows: npt.NDArray[np.int64] | Floats) -> Floats:
+    def estimate(self, rows: Iterable[int]) -> list[float]:
         """Seconds that a step takes, for each number of rows: linear between known counts, flat outside them. The
         hope that more rows cost no more is what makes them be tried."""
-        return np.interp(rows, self._rows, self._costs) * self._pace
+        known, costs, pace = self._rows, self._costs, self._pace
+        estimates = []
+        for count in rows:
+            i = bisect_left(known, count)
+            if i == 0 or i == len(known):
+                seconds = costs[min(i, len(known) - 1)]
+            else:
+                share = (count - known[i - 1]) / (known[i] - known[i - 1])
+                seconds = costs[i - 1] + share * (costs[i] - costs[i - 1])
+            estimates.append(seconds * pace)
+        return estimates
 
     def age(self, rows: int, step: int) -> int:
         """Steps since one with about `rows` rows was seen."""
@@ -153,30 +157,40 @@ class Candidate:
     levels: Sequence[int]
 
 
+class DraftWorth:
+    """What drafts of a model were worth lately: the sum of their tokens' chances, as far as each is above what
+    verifying it costs. As that changes with the batch, it is kept for some THRESHOLDS of it."""
+
+    def __init__(self, like: DraftWorth | None = None, chances: Sequence[float] = ()) -> None:
+        """Begins as `like`, or as if all drafts had these `chances`."""
+        self._worth: list[float] = [_worth(chances, threshold) for threshold in THRESHOLDS]
+        if like is not None:
+            self._worth = list(like._worth)
+
+    def observe(self, chances: Sequence[float]) -> None:
+        """Another draft, whose tokens have these chances, falling."""
+        for i, threshold in enumerate(THRESHOLDS):
+            self._worth[i] += WORTH_SHARE * (_worth(chances, threshold) - self._worth[i])
+
+    def above(self, threshold: float) -> float:
+        """Its mean at a threshold of 0 or more."""
+        place = threshold * len(THRESHOLDS)
+        i = int(place)
+        if i >= len(THRESHOLDS):
+            return 0.0
+        after = self._worth[i + 1] if i + 1 < len(THRESHOLDS) else 0.0
+        return self._worth[i] + (place - i) * (after - self._worth[i])
+
+
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """What one request could get from a pass of the drafting model, and what it has without.
+    """What one request could get from a pass of the drafting model, and the chances of the tokens that it has without.
 
-    drafts: for each of its last drafts, the chance of each token; as many as the others have, or none if the model
-        cannot draft for it.
-    lookup: the chances of the tokens that cost nothing to draft.
+    worth: of the model's drafts for it; None where the model cannot draft now.
     """
 
-    drafts: Sequence[Sequence[float]]
+    worth: DraftWorth | None
     lookup: Sequence[float] = ()
-
-    @property
-    def gain(self) -> float:
-        """Accepted tokens that the pass is expected to add."""
-        return sum(map(sum, self.drafts)) / len(self.drafts) - sum(self.lookup)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """For which prospects to run the drafting model, and the tokens a second that are expected of the step."""
-
-    drafting: Sequence[int]
-    rate: float
 
 
 class PayoffController:
@@ -187,8 +201,9 @@ class PayoffController:
     Now and then another n is tried, to notice that times or rates have changed; what that is expected to lose stays
     under PROBE_SHARE of all time. So drafts that do not pay stop, and are probed the more rarely the dearer they are.
 
-    A drafting model has to be run before its draft is known. `choose` decides that by what its last drafts for each
-    request were worth; `plan` then shares out the rows by the draft itself.
+    A drafting model has to be run before its draft is known. `choose` decides that by what its drafts were worth
+    lately: time is worth the tokens that steps like this one yield in it, so a pass, and every row, has to bring more
+    than that (as in Dinkelbach's method for ratios, 1967). `plan` then shares out the rows by the draft itself.
     """
 
     def __init__(self) -> None:
@@ -196,66 +211,68 @@ class PayoffController:
         self.draft_costs = StepCostModel()  # of the drafting model, by number of requests
         self._step = 0
         self._credit = 0.0  # seconds that probing may lose now
-        self._rest_until = 0  # the step before which the drafting model is not thought of
+        self._shape = (0, 0)  # of the last step: candidates, and rows without drafts
+        self._tokens = self._seconds = 0.0  # expected of the last steps of that shape
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
-        """Whose drafts are worth a pass of the drafting model. Asked before `plan`, with the same `rows`."""
-        order = sorted(
-            (i for i, prospect in enumerate(prospects) if prospect.drafts and prospect.gain > 0),
-            key=lambda i: -prospects[i].gain,
+    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
+        """For which prospects to run the drafting model. Asked before `plan`, with the same requests and `rows`."""
+        if self.costs.reach <= rows or not self.draft_costs.reach:
+            return []
+        rate = self._rate(len(prospects), rows)
+        more = min(4 * len(prospects), self.costs.reach - rows)
+        now, then = self.costs.estimate((rows, rows + more))
+        row_price = rate * (then - now) / more  # tokens that a row has to bring
+        gains = sorted(
+            (
+                (prospect.worth.above(row_price) - _worth(prospect.lookup, row_price), i)
+                for i, prospect in enumerate(prospects)
+                if prospect.worth is not None
+            ),
+            reverse=True,
         )
-        if (
-            not order
-            or self._step < self._rest_until
-            or self.costs.reach <= rows
-            or not self.draft_costs.reach
-        ):
-            return Choice((), 0.0)
-        sizes = [1 << i for i in range((len(order) - 1).bit_length())] + [len(order)]
-        tokens, seconds = self._best_step(prospects, (), rows)
-        plain = tokens / seconds
-        steps = [self._best_step(prospects, order[:size], rows) for size in sizes]
-        rates = [tokens / seconds for tokens, seconds in steps]
-        best = int(np.argmax(rates))
-        if rates[best] > (1 + MODEL_MARGIN) * plain:
-            return Choice(order[: sizes[best]], rates[best])
-        tokens, seconds = steps[0]
-        loss = max(seconds - tokens / plain, 0.0)
+        if not gains:
+            return []
+        seconds = self.draft_costs.estimate(range(1, len(gains) + 1))
+        gained = accumulate(gain for gain, _ in gains)
+        nets = [gain - rate * spent for gain, spent in zip(gained, seconds, strict=True)]
+        best = max(range(len(nets)), key=nets.__getitem__)
+        if nets[best] > MODEL_MARGIN * rows:
+            return [i for _, i in gains[: best + 1]]
+        loss = max(-nets[0] / rate, 0.0)
         if loss > self._credit:
-            if rates[best] * self._step_seconds(rows) < rows:  # not even if there were nothing to look up
-                self._rest_until = self._step + REST
-            return Choice((), plain)
+            return []
         self._credit -= loss
-        return Choice(order[:1], plain)
+        return [gains[0][1]]
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, rate: float | None = None) -> list[int]:
+    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
         """How many tokens to verify for each candidate, at most as many as it has.
 
         `rows` are the rows of the step without drafts: one a decoding request, and those of prompt chunks.
-        `rate`, where a drafting model was run: its Choice's. The time of the model is spent then, so a row is worth
-        it if it yields more than that rate.
+        `drafting`: for how many requests the drafting model was run. Its time is spent then, so a row is worth it if
+        it brings more than steps of this shape do in its time.
         """
         self._step += 1
-        self._save_up(rows)
-        chances = [candidate.rates.chances(candidate.levels) for candidate in candidates]
-        if not any(chances):
+        if not self.costs.reach:
             return [0] * len(candidates)
-        owners = np.repeat(np.arange(len(candidates)), [len(of_one) for of_one in chances])
-        flat = np.fromiter(chain.from_iterable(chances), np.float64)
+        flat = [
+            (-chance, owner)
+            for owner, candidate in enumerate(candidates)
+            for chance in candidate.rates.chances(candidate.levels)
+        ]
         # Stable, and chances fall within a draft, so what is taken of each draft is its beginning.
-        order = np.argsort(-flat, kind="stable")[: max(self.costs.reach - rows, 0)]
-        if not len(order):
-            return [0] * len(candidates)
-        yields = rows + np.concatenate(([0.0], np.cumsum(flat[order])))  # tokens, by number of drafted rows
-        costs = self.costs.estimate(np.arange(rows, rows + len(yields)))
-        if rate is not None:
-            best = int(np.argmax(yields - rate * costs))
-        else:
-            best = int(np.argmax(yields / costs))
-            if yields[best] / costs[best] < (1 + MARGIN) * yields[0] / costs[0]:
-                best = 0
-        chosen = self._probe(best, rows, yields, costs)
-        counts: list[int] = np.bincount(owners[order[:chosen]], minlength=len(candidates)).tolist()
+        flat.sort(key=itemgetter(0))
+        del flat[max(self.costs.reach - rows, 0) :]
+        costs = self.costs.estimate(range(rows, rows + len(flat) + 1))
+        yields = list(accumulate((-chance for chance, _ in flat), initial=float(rows)))
+        self._credit = min(self._credit + PROBE_SHARE * costs[0], MAX_CREDIT * costs[0])
+        chosen = self._best(yields, costs, self._rate(len(candidates), rows) if drafting else None)
+        chosen = self._probe(chosen, rows, yields, costs)
+        spent = self.draft_costs.estimate([drafting])[0] if drafting else 0.0
+        self._tokens = RATE_KEPT * self._tokens + yields[chosen]
+        self._seconds = RATE_KEPT * self._seconds + costs[chosen] + spent
+        counts = [0] * len(candidates)
+        for _, owner in flat[:chosen]:
+            counts[owner] += 1
         return counts
 
     def observe(self, rates: AcceptRates, levels: Sequence[int], accepted: int) -> None:
@@ -274,37 +291,24 @@ class PayoffController:
         """The drafting model took `seconds` for so many requests."""
         self.draft_costs.observe(requests, seconds, self._step)
 
-    def _best_step(
-        self, prospects: Sequence[Prospect], drafting: Sequence[int], rows: int
-    ) -> tuple[float, float]:
-        """Expected tokens and seconds of a step with the drafting model run for `drafting`.
+    def _rate(self, candidates: int, rows: int) -> float:
+        """Tokens a second of steps of this shape, at least those of a plain one."""
+        plain = rows / self.costs.estimate([rows])[0]
+        if (candidates, rows) != self._shape:
+            self._shape = (candidates, rows)
+            self._tokens = self._seconds = 0.0
+        return max(plain, self._tokens / self._seconds) if self._seconds else plain
 
-        Which rows will be worth verifying depends on drafts not made yet. The last ones stand for them: the rows of
-        as many steps are put in order together, and a mean step takes its share of the best ones.
-        """
-        chosen = set(drafting)
-        samples = len(prospects[drafting[0]].drafts) if drafting else 1
-        chances: list[float] = []
-        for i, prospect in enumerate(prospects):
-            for sample in prospect.drafts if i in chosen else [prospect.lookup] * samples:
-                chances += sample
-        ordered = np.sort(np.array(chances))[::-1][: (self.costs.reach - rows) * samples]
-        yields = rows + np.concatenate(([0.0], np.cumsum(ordered))) / samples
-        costs = self.costs.estimate(rows + np.arange(len(yields)) / samples)
-        if drafting:
-            costs = costs + self.draft_costs.estimate(np.array([len(drafting)]))
-        best = int(np.argmax(yields / costs))
-        return float(yields[best]), float(costs[best])
+    @staticmethod
+    def _best(yields: Sequence[float], costs: Sequence[float], rate: float | None) -> int:
+        """Number of drafted rows: that with the best yield, or with the most beyond `rate`."""
+        numbers = range(len(yields))
+        if rate is not None:
+            return max(numbers, key=lambda n: yields[n] - rate * costs[n])
+        best = max(numbers, key=lambda n: yields[n] / costs[n])
+        return best if yields[best] / costs[best] >= (1 + MARGIN) * yields[0] / costs[0] else 0
 
-    def _step_seconds(self, rows: int) -> float:
-        return float(self.costs.estimate(np.array([rows]))[0])
-
-    def _save_up(self, rows: int) -> None:
-        if self.costs.reach:
-            step = self._step_seconds(rows)
-            self._credit = min(self._credit + PROBE_SHARE * step, MAX_CREDIT * step)
-
-    def _probe(self, best: int, rows: int, yields: Floats, costs: Floats) -> int:
+    def _probe(self, best: int, rows: int, yields: Sequence[float], costs: Sequence[float]) -> int:
         """`best`, or a number of drafted rows not seen for long, if what that may lose has been saved up."""
         sizes = [0, *(1 << i for i in range((len(yields) - 1).bit_length()))]
         stalest = max(sizes, key=lambda n: self.costs.age(rows + n, self._step))
@@ -313,6 +317,11 @@ class PayoffController:
             return best
         self._credit -= loss
         return stalest
+
+
+def _worth(chances: Sequence[float], price: float) -> float:
+    """What there is above `price` in falling `chances`."""
+    return sum(chance - price for chance in chances if chance > price)
 
 
 def _bucket(rows: int) -> int:

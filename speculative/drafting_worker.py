@@ -4,24 +4,15 @@ is measured to pay for each request in each step."""
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
-from speculative.adaptive import (
-    FEWEST_SAMPLES,
-    SAMPLES,
-    TIMES_NEEDED,
-    AcceptRates,
-    Candidate,
-    PayoffController,
-    Prospect,
-)
+from speculative.adaptive import TIMES_NEEDED, AcceptRates, Candidate, DraftWorth, PayoffController, Prospect
 from speculative.alarm import AcceptAlarm
 from speculative.drafter import Drafter
 from speculative.ngram import NgramIndex
@@ -44,12 +35,12 @@ class _Source:
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept for a request. `recent` are the chances that its last drafts of the model had."""
+    """What is kept for a request. `worth` is that of the model's drafts for it."""
 
     lookup: _Source
     model: _Source
+    worth: DraftWorth
     index: NgramIndex | None = None
-    recent: deque[list[float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
 class DraftingWorker(SpeculativeWorker):
@@ -71,7 +62,7 @@ class DraftingWorker(SpeculativeWorker):
         self._alarm = None if promised is None else AcceptAlarm(promised)
         self._lookup_rates = AcceptRates()
         self._model_rates = AcceptRates(guesses=LEVEL_GUESSES)
-        self._recent = deque([list(_FIRST_DRAFT)], maxlen=SAMPLES)  # of all requests
+        self._worth = DraftWorth(chances=_FIRST_DRAFT)  # of all requests
         self._drafting: dict[Request, _Drafting] = {}
         self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
 
@@ -104,10 +95,10 @@ class DraftingWorker(SpeculativeWorker):
         for request, state, limit in zip(requests, states, limits, strict=True):
             state.model.proposal = _NOTHING
             state.lookup.proposal = self._look_up(request, state, limit)
-        rate = self._run_model(requests, states, limits, rows)
+        drafting = self._run_model(requests, states, limits, rows)
         chosen = [self._better(state) for state in states]
         lengths = self._controller.plan(
-            [Candidate(source.rates, source.proposal.levels) for source in chosen], rows, rate
+            [Candidate(source.rates, source.proposal.levels) for source in chosen], rows, drafting
         )
         return [source.proposal.token_ids[:length] for source, length in zip(chosen, lengths, strict=True)]
 
@@ -178,6 +169,7 @@ class DraftingWorker(SpeculativeWorker):
             state = self._drafting[request] = _Drafting(
                 _Source(AcceptRates(self._lookup_rates)),
                 _Source(AcceptRates(self._model_rates)),
+                DraftWorth(self._worth),
             )
         return state
 
@@ -194,46 +186,39 @@ class DraftingWorker(SpeculativeWorker):
 
     def _run_model(
         self, requests: Sequence[Request], states: Sequence[_Drafting], limits: Sequence[int], rows: int
-    ) -> float | None:
-        """Have the model draft for those that it pays for. Returns the rate expected of the step, if there are any."""
+    ) -> int:
+        """Have the model draft for those that it pays for; returns for how many."""
         drafter = self._drafter
         if drafter is None:
-            return None
+            return 0
         rooms = [
             min(limit, drafter.room(request)) if self._uses_model(request) else 0
             for request, limit in zip(requests, limits, strict=True)
         ]
         if not any(rooms):
-            return None
-        samples = max(FEWEST_SAMPLES, SAMPLES // sum(map(bool, rooms)))
+            return 0
         prospects = [
             Prospect(
-                self._expected(state, room, samples) if room else (),
+                state.worth if room else None,
                 state.lookup.rates.chances(state.lookup.proposal.levels),
             )
             for state, room in zip(states, rooms, strict=True)
         ]
-        choice = self._controller.choose(prospects, rows)
-        if not choice.drafting:
-            return None
+        chosen = self._controller.choose(prospects, rows)
+        if not chosen:
+            return 0
         start = time.perf_counter()
         proposals = drafter.propose(
-            [requests[i] for i in choice.drafting], [rooms[i] for i in choice.drafting], self.sampling_row
+            [requests[i] for i in chosen], [rooms[i] for i in chosen], self.sampling_row
         )
-        self._controller.observe_drafting(len(proposals), time.perf_counter() - start)
-        for i, proposal in zip(choice.drafting, proposals, strict=True):
+        self._controller.observe_drafting(len(chosen), time.perf_counter() - start)
+        for i, proposal in zip(chosen, proposals, strict=True):
             source = states[i].model
             source.proposal = proposal
             chances = source.rates.chances(proposal.levels)
-            states[i].recent.append(chances)
-            self._recent.append(chances)
-        return choice.rate
-
-    def _expected(self, state: _Drafting, room: int, samples: int) -> list[list[float]]:
-        """Chances of `samples` drafts like which the next one may be: the request's last ones, or else any."""
-        recent = [*self._recent, *state.recent] if len(state.recent) < samples else list(state.recent)
-        recent = (recent * samples)[-samples:]
-        return [chances[:room] for chances in recent]
+            states[i].worth.observe(chances)
+            self._worth.observe(chances)
+        return len(chosen)
 
     @staticmethod
     def _better(state: _Drafting) -> _Source:

@@ -7,12 +7,11 @@ are, as a real one does.
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 
-from speculative.adaptive import FEWEST_SAMPLES, SAMPLES, AcceptRates, Candidate, PayoffController, Prospect
+from speculative.adaptive import AcceptRates, Candidate, DraftWorth, PayoffController, Prospect
 from speculative.proposal import LEVEL_GUESSES
 
 LENGTH = 7
@@ -37,7 +36,7 @@ class Machine:
 class Drafting:
     rates: AcceptRates
     easiness: float  # of the request's text, from 0 to 1
-    recent: deque[list[float]] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    worth: DraftWorth = field(default_factory=lambda: DraftWorth(chances=HOPE))
 
     def draw(self, rng: random.Random) -> tuple[list[int], list[float]]:
         """Levels of a draft, and the true chance of each token."""
@@ -63,20 +62,17 @@ def simulate(
     for _ in range(steps):
         rows = len(requests)
         if fixed is None:
-            samples = max(FEWEST_SAMPLES, SAMPLES // rows)
-            prospects = [Prospect(([HOPE, *r.recent] * samples)[-samples:]) for r in requests]
-            choice = controller.choose(prospects, rows)
-            drafting, rate = choice.drafting, choice.rate or None
+            drafting = controller.choose([Prospect(r.worth) for r in requests], rows)
         else:
-            drafting, rate = range(rows) if fixed else (), None
+            drafting = list(range(rows)) if fixed else []
         drafts = {i: requests[i].draw(rng) for i in drafting}
         for i, (levels, _) in drafts.items():
-            requests[i].recent.append(requests[i].rates.chances(levels))
+            requests[i].worth.observe(requests[i].rates.chances(levels))
         if fixed is None:
             candidates = [
                 Candidate(r.rates, drafts[i][0] if i in drafts else ()) for i, r in enumerate(requests)
             ]
-            counts = controller.plan(candidates, rows, rate if drafts else None)
+            counts = controller.plan(candidates, rows, len(drafts))
         else:
             counts = [fixed] * rows
         took = machine.step(rows + sum(counts)) * (1 + 0.05 * rng.random())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import OutputEvent, Request, SpeculationParams
-from speculative.adaptive import Choice, Prospect
+from speculative.adaptive import Prospect
 from speculative.features import MAX_PENDING
 from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
 
@@ -132,9 +132,9 @@ class NotBefore(Everything):
         super().__init__()
         self.steps = steps
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> Choice:
+    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
         self.steps -= 1
-        return super().choose(prospects, rows) if self.steps < 0 else Choice((), 0.0)
+        return super().choose(prospects, rows) if self.steps < 0 else []
 
 
 def test_drafting_that_begins_late_knows_all_that_came_before(
