@@ -58,10 +58,6 @@ def read_eagle3_config(config: Mapping[str, Any], where: str) -> Eagle3Config:
     changed = [key for key in _UNSUPPORTED if config.get(key)]
     if changed:
         raise ModelError(f"{where}: an EAGLE-3 drafter with {', '.join(changed)} is not supported")
-    if config.get("num_hidden_layers", 1) != 1:
-        raise ModelError(
-            f"{where}: an EAGLE-3 drafter of {config['num_hidden_layers']} layers (1 is supported)"
-        )
     own = config.get("eagle_config") or {}
     try:
         return msgspec.convert(
@@ -124,6 +120,8 @@ class Eagle3Drafter(ChainDrafter):
 
     def __init__(self, config: ModelConfig, eagle3: Eagle3Config, source: Weights, target: Decoder) -> None:
         hidden = config.hidden_size
+        if source.has("model.layers.1.self_attn.q_proj.weight"):
+            raise ModelError(f"{source.where}: an EAGLE-3 drafter of several layers (1 is supported)")
         token_ids = None
         if source.has("model.d2t"):  # how far each token is from its place in the drafter's vocabulary
             distances = source.vector("model.d2t", eagle3.draft_vocab_size, torch.int64)

@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 
 from models.base import CausalLM, ModelError
@@ -23,7 +25,7 @@ from models.gguf import GGUFSource, gguf_config
 from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_weight_name
 from models.options import Dtype, ModelOptions, Quantization
 from models.registry import family
-from models.source import SafetensorsSource, WeightSource, safetensors_files
+from models.source import PICKLED_NAME, SafetensorsSource, WeightSource, safetensors_files
 from models.weights import Precision, Weights
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -75,7 +77,8 @@ def inspect_model(
             f"{options.model}: no such file or folder (a model is a .gguf file, a Hugging Face folder with "
             "safetensors, or a hub id like org/name)"
         )
-    return _inspect_folder((download or hub_snapshot)(options.model), options.model, drafter)
+    fetch = download or partial(hub_snapshot, pickled=drafter)
+    return _inspect_folder(fetch(options.model), options.model, drafter)
 
 
 def load_model(files: ModelFiles, device: torch.device, precision: Precision) -> CausalLM:
@@ -174,13 +177,19 @@ def resolve_precision(
     return Precision(_DTYPES.get(files.config.dtype or "bfloat16", torch.bfloat16))
 
 
-def hub_snapshot(repo_id: str) -> Path:
-    """Fetch a model from the Hugging Face hub into its cache, with progress. Raises ModelError if it cannot."""
+def hub_snapshot(repo_id: str, pickled: bool = False) -> Path:
+    """Fetch a model from the Hugging Face hub into its cache, with progress. Raises ModelError if it cannot.
+
+    pickled: where it has no safetensors, PyTorch's own file will do.
+    """
     from huggingface_hub import snapshot_download  # slow to import, and seldom needed
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+        if pickled and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(repo_id, allow_patterns=[*_HUB_FILES, PICKLED_NAME]))
+        return folder
     except GatedRepoError as error:
         raise ModelError(
             f"{repo_id}: gated on the Hugging Face hub; accept its terms and set HF_TOKEN"
@@ -211,9 +220,10 @@ def _inspect_folder(folder: Path, name: str, drafter: bool) -> ModelFiles:
         dflash = read_dflash_config(raw, where)
     elif drafter and is_eagle3(raw):
         eagle3 = read_eagle3_config(raw, where)
+        config = msgspec.structs.replace(config, num_layers=1, layer_types=())  # whatever the file says
     else:
         family(config, where)
-    files = safetensors_files(folder)
+    files = safetensors_files(folder, pickled=eagle3 is not None)
     SafetensorsSource(files)  # opens every file, which checks its header against its size
     size = sum(file.stat().st_size for file in files)
     return ModelFiles("hf", folder, files, size, config, name, dflash, eagle3)

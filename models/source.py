@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from kernels.packed import FLOAT_FORMATS, PackedWeight, pack_float
 from models.base import ModelError
 
 INDEX_NAME = "model.safetensors.index.json"
+PICKLED_NAME = "pytorch_model.bin"  # as EAGLE's drafters are published
 _SCALE = "_scale"  # behind the name of an int8 matrix
 
 
@@ -51,18 +53,23 @@ class WeightSource(Protocol):
 
 
 class SafetensorsSource:
-    """Tensors of a folder's .safetensors files, mapped into memory. Raises ModelError naming a file that is bad."""
+    """Tensors of a folder's .safetensors files, mapped into memory. Raises ModelError naming a file that is bad.
+
+    A file of another name is PyTorch's own, of which nothing but tensors is read.
+    """
 
     def __init__(self, files: Sequence[Path], rename: Callable[[str], str | None] = _text_model_name) -> None:
         """`rename`: from a name in the files to the Hugging Face name of the whole model; None: left out."""
         self._where = files[0].parent
-        self._files: dict[str, tuple[safe_open, str]] = {}
+        self._files: dict[str, tuple[safe_open | _PickledFile, str]] = {}
         for path in files:
             try:
                 # Opening checks the header, and that the data it speaks of fills the file exactly.
-                file = safe_open(path, framework="pt")
+                file = _PickledFile(path) if path.name == PICKLED_NAME else safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 raise ModelError(f"{path}: no such file") from error
+            except (UnpicklingError, RuntimeError) as error:
+                raise ModelError(f"{path}: not a PyTorch file of tensors ({error})") from error
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: truncated or corrupt safetensors file ({error})") from error
             names: list[str] = file.keys()
@@ -105,14 +112,34 @@ class SafetensorsSource:
         return file.get_tensor(own_name)
 
 
-def safetensors_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files of a Hugging Face folder. Raises ModelError for none, or for a shard that is missing."""
+class _PickledFile:
+    """A PyTorch file, mapped into memory, as a safetensors file is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors: dict[str, torch.Tensor] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=True
+        )
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+def safetensors_files(folder: Path, pickled: bool = False) -> tuple[Path, ...]:
+    """The weight files of a Hugging Face folder. Raises ModelError for none, or for a shard that is missing.
+
+    pickled: PyTorch's own file will do where there are none.
+    """
     index = folder / INDEX_NAME
     if index.is_file():
         return _shards(index)
     single = folder / "model.safetensors"
     if single.is_file():
         return (single,)
+    if pickled and (folder / PICKLED_NAME).is_file():
+        return (folder / PICKLED_NAME,)
     raise ModelError(
         f"{folder}: neither model.safetensors nor {INDEX_NAME} (other weight formats are not read)"
     )

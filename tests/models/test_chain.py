@@ -119,7 +119,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
         ({}, (1, 3, 4)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 5, 6]}}, (0, 5, 6)),
         ({"draft_vocab_size": 257}, (1, 3, 4)),
-        ({"architectures": ["LlamaForCausalLM"], "own_embedding": True}, (1, 3, 4)),
+        ({"architectures": ["LlamaForCausalLM"], "own_embedding": True, "num_hidden_layers": 40}, (1, 3, 4)),
         (
             {"hidden_size": 48, "target_hidden_size": 64, "own_embedding": True},
             (1, 3, 4),
@@ -170,7 +170,6 @@ def test_a_model_without_a_head_is_refused(llama: tuple[Path, PreTrainedModel], 
     ("changes", "text"),
     [
         ({"norm_before_residual": True}, "norm_before_residual is not supported"),
-        ({"num_hidden_layers": 2}, "of 2 layers"),
         ({"draft_vocab_size": 300}, "draft_vocab_size 300 is more than its 257 tokens"),
         ({"target_hidden_size": 96}, "target_hidden_size is 96, that of the target 64"),
         ({"vocab_size": 300}, "vocab_size is 300, that of the target 257"),
@@ -216,3 +215,34 @@ def test_an_eagle3_drafter_goes_as_far_as_its_target_and_is_no_model_by_itself(
     assert target_layer_ids(files) == (1, 3, 4)
     with pytest.raises(ModelError, match="--speculative-draft-model-path"):
         inspect_model(ModelOptions(model=str(tmp_path)))
+
+
+def test_pytorchs_own_file_is_read_where_there_is_no_other(
+    llama: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    reference = make_eagle3(tmp_path, llama[1])
+    weights = tmp_path / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "pytorch_model.bin")
+    weights.unlink()
+    hold_to_reference(Loaded.of(llama[0], tmp_path), reference)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"nothing of the kind")
+    with pytest.raises(ModelError, match="pytorch_model.bin: not a PyTorch file of tensors"):
+        inspect(inspect_model(ModelOptions(model=str(llama[0]))), tmp_path)
+
+
+def test_a_file_that_holds_more_than_tensors_is_not_run(
+    llama: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    make_eagle3(tmp_path, llama[1])
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"fc.weight": Path("no tensor")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pytorch_model.bin: not a PyTorch file of tensors"):
+        inspect(inspect_model(ModelOptions(model=str(llama[0]))), tmp_path)
+
+
+def test_a_drafter_of_several_layers_is_refused(llama: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    make_eagle3(tmp_path, llama[1])
+    weights = tmp_path / "model.safetensors"
+    save_file(load_file(weights) | {"layers.1.self_attn.q_proj.weight": torch.zeros(64, 64)}, weights)
+    with pytest.raises(ModelError, match="of several layers"):
+        Loaded.of(llama[0], tmp_path)
