@@ -14,6 +14,7 @@ import pytest
 
 from engine.request import OutputEvent, Request, SpeculationParams
 from speculative.adaptive import Prospect
+from speculative.alarm import WINDOW
 from speculative.features import MAX_PENDING
 from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
 
@@ -279,6 +280,26 @@ def test_a_window_leaves_the_last_tokens(pair: Pair, truths: list[list[int]]) ->
         for text, proposed in reply.proposed:
             known = range(max(0, len(text) - 1 - window), len(text) - 1)
             assert proposed == pair.proposals_of_reference(text, known)[: len(proposed)]
+
+
+class Promising(Recorded):
+    promised_accept_length = 5.0
+
+
+def test_a_drafter_that_falls_short_of_its_card_raises_the_alarm(pair: Pair) -> None:
+    """Nothing corrects this random drafter, so no draft is right; requests that sample do not count."""
+    with serving(pair, drafter=Promising(pair)) as served:
+        assert served.engine.stats().worker == {
+            "drafter_accept_length_promised": 5.0,
+            "drafter_accept_length_alarm": 0,
+        }
+        asked = [served.start(PROMPTS[0], max_tokens=WINDOW // 8 + 4) for _ in range(8)]
+        asked += [served.start(PROMPTS[1], max_tokens=32, temperature=1.0, seed=1)]
+        served.ask_together(*asked)
+        served.ask(PROMPTS[2], max_tokens=2)
+        gauges = served.engine.stats().worker
+    assert gauges["drafter_accept_length_alarm"] == 1
+    assert 1.0 <= gauges["drafter_accept_length"] < 1.5
 
 
 def test_a_shorter_block_may_be_asked_for(served: Served, truths: list[list[int]]) -> None:
