@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from backends.options import AttentionOptions, SpeculativeAttentionMode
-from engine.options import CacheOptions, KVCacheDtype, SchedulerOptions
+from engine.options import STATE_CHUNK, CacheOptions, KVCacheDtype, SchedulerOptions
 from models.options import Dtype, ModelOptions, Quantization
 from speculative.options import Algorithm, SpeculativeOptions
 
@@ -148,6 +148,16 @@ class EngineSettings:
         bool, Parameter(group=_MEMORY, help="Compute every prompt anew, even where its beginning is cached.")
     ] = False
 
+    mamba_track_interval: Annotated[
+        int,
+        Parameter(
+            group=_MEMORY,
+            validator=_POSITIVE,
+            help="Tokens between the checkpoints of recurrent state that the prefix cache keeps of a hybrid model, "
+            f"a multiple of {STATE_CHUNK}.",
+        ),
+    ] = _CACHE.mamba_track_interval
+
     max_running_requests: Annotated[
         int, Parameter(group=_SCHEDULING, validator=_POSITIVE, help="Requests that share a step.")
     ] = _SCHEDULER.max_running_requests
@@ -233,6 +243,10 @@ class EngineSettings:
             raise SettingsError(
                 f"--context-length {context} does not fit in --max-total-tokens {pool}: "
                 "lower the one or raise the other"
+            )
+        if self.mamba_track_interval % STATE_CHUNK:
+            raise SettingsError(
+                f"--mamba-track-interval {self.mamba_track_interval} is not a multiple of {STATE_CHUNK}"
             )
         if self.sm_group_num is not None and not self.enable_pdmux:
             raise SettingsError("--sm-group-num has no meaning without --enable-pdmux: give both or neither")
@@ -323,6 +337,7 @@ class EngineSettings:
             kv_cache_dtype=self.kv_cache_dtype,
             speculative_draft_kv_cache_dtype=self.speculative_draft_kv_cache_dtype,
             enable_prefix_caching=not self.disable_prefix_caching,
+            mamba_track_interval=self.mamba_track_interval,
         )
 
     def scheduler_options(self) -> SchedulerOptions:

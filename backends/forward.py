@@ -8,7 +8,7 @@ a prompt and a block to verify differ in those lengths only, so they mix freely 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -53,6 +53,8 @@ class ForwardBatch:
     capture_layers: ids of layers whose output hidden states the caller wants back.
     num_draft_rows: S counts of query tokens, up to a sequence's last, that are guesses. None: none.
     state_pool: recurrent state, by table row; None for models without.
+    state_checkpoints: S mappings from a position to the row of `state_pool` in which the state after that many tokens
+        is to be kept, as soon as they are certain. None: none.
     features: [T, hidden_size] what a chain drafter reads beside each token. None for other models.
     """
 
@@ -71,6 +73,7 @@ class ForwardBatch:
     capture_layers: tuple[int, ...] = ()
     num_draft_rows: tuple[int, ...] | None = None
     state_pool: StatePool | None = None
+    state_checkpoints: tuple[Mapping[int, int], ...] | None = None
     features: torch.Tensor | None = None
 
 

@@ -23,12 +23,16 @@ _ROWS_AT_ONCE = 64  # of a convolution: what it works on stays in the cache
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Rows [first_row, first_row + num_rows) of a pass, which are a sequence's positions from `start` on."""
+    """Rows [first_row, first_row + num_rows) of a pass, which are a sequence's positions from `start` on.
+
+    `checkpoints`: how many of them come before a boundary, and the pool's row for the state there.
+    """
 
     table_row: int
     first_row: int
     num_rows: int
     start: int
+    checkpoints: tuple[tuple[int, int], ...]
 
     @property
     def cached(self) -> int:
@@ -65,9 +69,10 @@ class _Rows:
 class _Writes:
     """What goes from a pass into the pool, once it is known how many rows of some sequences stand.
 
-    conv_from: rows of the convolution's inputs that are the last of their sequence; conv_rows: [s] where they go.
+    conv_from: rows of the convolution's inputs that are the last of their sequence, or the last before a checkpoint;
+        conv_rows: [s] where they go.
     recent_from: rows of the pass, recent_to: their places in `recent`, seen as [rows * CHUNK, …].
-    states: by round, which of the states that it ends with are a sequence's last, and where they go.
+    states: by round, which of the states that it ends with are a sequence's last or a checkpoint, and where they go.
     """
 
     conv_from: torch.Tensor
@@ -298,10 +303,17 @@ def _pool(batch: ForwardBatch) -> StatePool:
 def _plan(batch: ForwardBatch, pool: StatePool) -> _Plan:
     device, before = pool.conv.device, pool.layout.conv_taps - 1
     firsts = accumulate(batch.query_lens, initial=0)
+    kept = batch.state_checkpoints or ({},) * len(batch.query_lens)
     spans = [
-        _Span(row, first, rows, context - rows)
-        for row, first, rows, context in zip(
-            batch.table_rows, firsts, batch.query_lens, batch.context_lens, strict=False
+        _Span(
+            row,
+            first,
+            rows,
+            context - rows,
+            tuple((at - context + rows, to) for at, to in of.items() if context - rows < at <= context),
+        )
+        for row, first, rows, context, of in zip(
+            batch.table_rows, firsts, batch.query_lens, batch.context_lens, kept, strict=False
         )
     ]
     drafts = batch.num_draft_rows or (0,) * len(spans)
@@ -413,18 +425,24 @@ def _writes(
     """What to write once the first `kept[i]` rows of span i stand, for those in `kept`."""
     before = conv_taps - 1
     conv: list[int] = []
+    conv_rows: list[int] = []
     sources: list[int] = []
     places: list[int] = []
     states: dict[int, tuple[list[int], list[int]]] = {}
     place_of = {index: place for place, index in enumerate(order)}
     for index, rows in kept.items():
         span = spans[index]
-        conv += _inputs(spans, index, before)[rows : rows + before]
+        inputs = _inputs(spans, index, before)
+        passed = (each for each in span.checkpoints if each[0] <= rows)
+        for end, to in ((rows, span.table_row), *passed):
+            conv += inputs[end : end + before]
+            conv_rows.append(to)
+            completed = span.complete(end)
+            if completed:
+                ends, pool_rows = states.setdefault(completed - 1, ([], []))
+                ends.append(place_of[index])
+                pool_rows.append(to)
         completed = span.complete(rows)
-        if completed:
-            ends, table_rows = states.setdefault(completed - 1, ([], []))
-            ends.append(place_of[index])
-            table_rows.append(span.table_row)
         start = max(0, completed * CHUNK - span.cached)
         sources += range(span.first_row + start, span.first_row + rows)
         offset = span.table_row * CHUNK + (span.start + start) % CHUNK
@@ -435,7 +453,7 @@ def _writes(
 
     return _Writes(
         indices(conv),
-        indices([spans[index].table_row for index in kept]),
+        indices(conv_rows),
         indices(sources),
         indices(places),
         {number: (indices(ends), indices(rows)) for number, (ends, rows) in states.items()},

@@ -35,31 +35,47 @@ class StateLayout:
         return self.num_key_heads * self.key_dim, self.num_heads * self.value_dim, *gates
 
     @property
-    def bytes_per_request(self) -> int:
+    def bytes_per_checkpoint(self) -> int:
         conv = self.conv_channels * (self.conv_taps - 1) * self.dtype.itemsize
-        recurrent = self.num_heads * self.key_dim * self.value_dim + CHUNK * sum(self.row_parts)
-        return self.num_layers * (conv + recurrent * torch.float32.itemsize)
+        recurrent = self.num_heads * self.key_dim * self.value_dim * torch.float32.itemsize
+        return self.num_layers * (conv + recurrent)
+
+    @property
+    def bytes_per_request(self) -> int:
+        recent = self.num_layers * CHUNK * sum(self.row_parts) * torch.float32.itemsize
+        return self.bytes_per_checkpoint + recent
 
 
 class StatePool:
-    """State of one worker's requests, [num_layers, num_rows, …] each.
+    """State of one worker's requests, [num_layers, num_rows, …] each, and checkpoints of it in the rows behind those.
+
+    A checkpoint is of a multiple of CHUNK positions, so it has no recent rows.
 
     conv: [conv_taps - 1, conv_channels], the last inputs of the convolution.
     recurrent: [num_key_heads, key_dim, num_heads / num_key_heads * value_dim] float32, the state at the last multiple
         of CHUNK positions.
-    recent: [CHUNK, sum(row_parts)] float32, the rows since then.
+    recent: [CHUNK, sum(row_parts)] float32, the rows since then. Not of checkpoints.
     lengths: how many positions of its request each row is the state of.
     pending: by row, what a pass has computed for rows that may not stand; `backends/linear_attention.py` reads it.
     """
 
-    def __init__(self, layout: StateLayout, num_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: StateLayout, num_rows: int, device: torch.device, num_checkpoints: int = 0
+    ) -> None:
         self.layout = layout
-        layers, keys = layout.num_layers, layout.num_key_heads
+        self.checkpoint_rows = range(num_rows, num_rows + num_checkpoints)
+        layers, keys, rows = layout.num_layers, layout.num_key_heads, num_rows + num_checkpoints
         self.conv = torch.zeros(
-            layers, num_rows, layout.conv_taps - 1, layout.conv_channels, dtype=layout.dtype, device=device
+            layers, rows, layout.conv_taps - 1, layout.conv_channels, dtype=layout.dtype, device=device
         )
         width = layout.num_heads // keys * layout.value_dim if keys else 0
-        self.recurrent = torch.zeros(layers, num_rows, keys, layout.key_dim, width, device=device)
+        self.recurrent = torch.zeros(layers, rows, keys, layout.key_dim, width, device=device)
         self.recent = torch.zeros(layers, num_rows, CHUNK, sum(layout.row_parts), device=device)
         self.lengths = [0] * num_rows
         self.pending: dict[int, object] = {}
+
+    def resume(self, row: int, checkpoint_row: int, length: int) -> None:
+        """Let the state of `row` be the checkpoint, which is that of `length` positions."""
+        for tensor in (self.conv, self.recurrent):
+            tensor[:, row] = tensor[:, checkpoint_row]
+        self.lengths[row] = length

@@ -89,12 +89,13 @@ class ApplicationContainer(containers.DeclarativeContainer):
             make_drafter, draft.runner, speculative_options, model_files.provided.config.vocab_size
         ),
     )
+    controller = providers.Singleton(PayoffController)
     drafting_worker = providers.Singleton(
         DraftingWorker,
         target.runner,
         tokenizer.provided.eos_token_ids,
         options=speculative_options,
-        controller=providers.Singleton(PayoffController),
+        controller=controller,
         drafter=drafter,
     )
     # What a request may ask for.
@@ -114,7 +115,12 @@ class ApplicationContainer(containers.DeclarativeContainer):
     allocator = providers.Singleton(
         SlotAllocator, target.runner.provided.kv_pool.num_slots, cache_options.page_size
     )
-    radix_cache = providers.Singleton(RadixCache, allocator, cache_options.enable_prefix_caching)
+    radix_cache = providers.Singleton(
+        RadixCache,
+        allocator,
+        cache_options.enable_prefix_caching,
+        target.runner.provided.make_checkpoints.call(),
+    )
     scheduler = providers.Singleton(
         Scheduler,
         scheduler_options,
@@ -123,6 +129,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
         target.runner.provided.slot_table,
         usable_prefix=worker.provided.usable_prefix,
         before_release=worker.provided.before_release,
+        resume=target.runner.provided.resume_state,
     )
     max_context_len = target.runner.provided.max_context_len
 

@@ -51,6 +51,29 @@ def num_slots(
     return slots
 
 
+def num_checkpoints(
+    bytes_each: int,
+    layouts: list[KVLayout],
+    options: CacheOptions,
+    context_len: int,
+    device: torch.device,
+    reserved_bytes: int,
+) -> int:
+    """Checkpoints of recurrent state: one for each boundary that a full KV pool has, if there is memory.
+
+    At most half of what memory allows goes to them, or what a KV pool of the size that was asked for leaves.
+    """
+    if not options.enable_prefix_caching:
+        return 0
+    budget = int(available_bytes(device) * options.mem_fraction_static) - reserved_bytes
+    if options.max_total_tokens is None:
+        tokens, budget = MAX_CONTEXTS * context_len, budget // 2
+    else:
+        tokens = options.max_total_tokens
+        budget -= tokens * sum(layout.bytes_per_slot for layout in layouts)
+    return max(0, min(tokens // options.mamba_track_interval, budget // bytes_each))
+
+
 def _free_memory() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

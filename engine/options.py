@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+STATE_CHUNK = 16  # the CHUNK of kernels/linear_attention.py, which is too heavy to import here
+
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "bf16", "float16", "fp16", "fp8_e4m3", "fp8", "int8"]
 
 
@@ -23,6 +25,9 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDtype = "auto"
     speculative_draft_kv_cache_dtype: KVCacheDtype | None = None
     enable_prefix_caching: bool = True
+    mamba_track_interval: int = (
+        256  # tokens between checkpoints of recurrent state, a multiple of STATE_CHUNK
+    )
 
     def dtype_of(self, role: Literal["target", "draft"]) -> KVCacheDtype:
         """What was asked for the pool of one worker."""

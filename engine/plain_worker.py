@@ -48,8 +48,7 @@ class PlainWorker:
         """Nothing to learn from a plain step."""
 
     def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
-        # Recurrent state is not cached along the tree, so a model that has it starts anew.
-        return len(slots) if self.runner.state_pool is None else 0
+        return len(slots)
 
     def before_release(self, request: Request) -> None:
         """Nothing is kept by slot."""

@@ -2,27 +2,44 @@
 
 The tree owns the slots in it. Everything is in whole pages, and what is left of a page belongs to the request.
 Requests lock the path they use; what is not locked is evicted from the leaves upwards, least recently used first.
-Only committed tokens may be inserted; that is the caller's duty.
+Only committed tokens may be inserted; that is the caller's duty. For a model with recurrent state, nodes also hold
+checkpoints of it.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.allocator import SlotAllocator
+from engine.checkpoints import Checkpoint, Checkpoints
 
 
 class Node:
-    """An edge of the tree: some pages of tokens, their slots, and what may follow, keyed by its first page."""
+    """An edge of the tree: some pages of tokens, their slots, and what may follow, keyed by its first page.
 
-    __slots__ = ("children", "last_used", "locks", "parent", "queued", "slots", "token_ids")
+    `start` tokens come before it. `checkpoints`: rows of state, by position: start < position <= start + its length.
+    """
+
+    __slots__ = (
+        "checkpoints",
+        "children",
+        "last_used",
+        "locks",
+        "parent",
+        "queued",
+        "slots",
+        "start",
+        "token_ids",
+    )
 
     def __init__(self, token_ids: list[int], slots: list[int], parent: Node | None, last_used: int) -> None:
         self.token_ids = token_ids
         self.slots = slots
         self.parent = parent
+        self.start: int = 0 if parent is None else parent.start + len(parent.token_ids)
+        self.checkpoints: dict[int, int] = {}
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0  # locks held on this node and on nodes below it
         self.last_used = last_used
@@ -43,10 +60,14 @@ class RadixCache:
     Recency is a counter, so that behaviour depends on the order of calls alone.
     """
 
-    def __init__(self, allocator: SlotAllocator, enabled: bool = True) -> None:
+    def __init__(
+        self, allocator: SlotAllocator, enabled: bool = True, checkpoints: Checkpoints | None = None
+    ) -> None:
+        """`checkpoints` are for a model with recurrent state; None: it has none."""
+        self.checkpoints = checkpoints
+        self._enabled = enabled
         self._allocator = allocator
         self._page_size = allocator.page_size
-        self._enabled = enabled
         self._root = Node([], [], None, 0)
         self._clock = 0
         # (last_used when queued, id, node): every unlocked leaf has exactly one entry. Entries may lag behind their
@@ -85,12 +106,24 @@ class RadixCache:
             slots += node.slots
         return Match(slots, node)
 
-    def insert(self, token_ids: Sequence[int], slots: Sequence[int]) -> Match:
+    def resume(self, match: Match, limit: int) -> Checkpoint | None:
+        """From where a sequence can go on whose first `limit` tokens are in `match`; None: from its beginning.
+
+        For a model with recurrent state only, which needs more than slots.
+        """
+        assert self.checkpoints is not None
+        return self.checkpoints.nearest(match.node, limit)
+
+    def insert(
+        self, token_ids: Sequence[int], slots: Sequence[int], checkpoints: Mapping[int, int] | None = None
+    ) -> Match:
         """Share the whole pages of `token_ids`, whose KV is in `slots` (as many); marks them as used.
 
         The tree becomes the owner of those pages. Where it has a prefix of them already in other slots, it keeps its
         own and frees the given ones, so the caller continues with the slots returned, one for each token in whole
         pages. The rest of `slots`, less than a page (or everything, if the cache is disabled), remains the caller's.
+
+        `checkpoints` are rows by position; those within the pages go to the tree in the same way.
         """
         if len(slots) != len(token_ids):
             raise RuntimeError(f"{len(token_ids)} tokens cannot be in {len(slots)} slots")
@@ -99,13 +132,15 @@ class RadixCache:
             return found
         known, end = len(found.slots), self._whole_pages(len(token_ids))
         self._free_duplicates(slots, found.slots)
-        if known == end:
-            return found
-        leaf = Node(list(token_ids[known:end]), list(slots[known:end]), found.node, self._clock)
-        found.node.children[self._first_page(token_ids, known)] = leaf
-        self._evictable += end - known
-        self._queue(leaf)
-        return Match(found.slots + leaf.slots, leaf)
+        if known < end:
+            leaf = Node(list(token_ids[known:end]), list(slots[known:end]), found.node, self._clock)
+            found.node.children[self._first_page(token_ids, known)] = leaf
+            self._evictable += end - known
+            self._queue(leaf)
+            found = Match(found.slots + leaf.slots, leaf)
+        if checkpoints:
+            self._hold(found.node, {at: row for at, row in checkpoints.items() if at <= end})
+        return found
 
     def lock(self, node: Node) -> None:
         """Protect `node` and its path to the root from eviction. Locks count."""
@@ -155,6 +190,8 @@ class RadixCache:
         freed = leaf.slots[keep:]
         self._allocator.free(freed)
         self._evictable -= len(freed)
+        if self.checkpoints is not None:
+            self.checkpoints.drop(leaf, leaf.start + keep)
         if keep == 0:
             assert leaf.parent is not None
             del leaf.parent.children[self._first_page(leaf.token_ids, 0)]
@@ -177,8 +214,23 @@ class RadixCache:
         node.parent.children[self._first_page(upper.token_ids, 0)] = upper
         del node.token_ids[:length], node.slots[:length]
         node.parent = upper
+        node.start += length
         upper.children[self._first_page(node.token_ids, 0)] = node
+        if self.checkpoints is not None:
+            self.checkpoints.split(upper, node)
         return upper
+
+    def _hold(self, end: Node, checkpoints: Mapping[int, int]) -> None:
+        """Give `checkpoints` to the nodes on the path to `end` that cover them, the first ones first."""
+        assert self.checkpoints is not None
+        path = [end]
+        while path[-1].start:
+            assert path[-1].parent is not None
+            path.append(path[-1].parent)
+        for position, row in sorted(checkpoints.items()):
+            while path[-1].start + len(path[-1].token_ids) < position:
+                path.pop()
+            self.checkpoints.hold(path[-1], position, row)
 
     def _free_duplicates(self, given: Sequence[int], kept: list[int]) -> None:
         """Free the pages of `given` for which the tree keeps other ones."""

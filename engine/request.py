@@ -110,6 +110,7 @@ class Request:
     `cached_len`: tokens whose KV is in slots and committed; `slots` may be longer (reserved for this step).
     `tree_len`: leading slots that belong to the radix tree, up to the locked `node`; the rest are its own. More than
     `cached_len` while a part of a cached prefix is computed again.
+    `checkpoints`: rows of recurrent state by position, not yet the tree's; those up to `cached_len` are written.
     """
 
     request_id: str
@@ -127,6 +128,7 @@ class Request:
     prefix_hit_tokens: int | None = None  # served from the radix cache at first admission
     admitted_at: float | None = None  # `time.monotonic()` of the first admission
     tree_len: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)
     node: Node | None = None
     table_row: int = -1  # meaningful while running
     stats: SpeculationStats = field(default_factory=SpeculationStats)

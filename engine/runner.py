@@ -22,8 +22,9 @@ from backends.options import AttentionOptions
 from backends.registry import BackendError
 from backends.setup import AttentionBackends, build_attention_backends, configure_aux_hidden_state_capture
 from backends.state_pool import StatePool
+from engine.checkpoints import Checkpoint, Checkpoints
 from engine.graphs import StepGraph, capture
-from engine.memory import num_slots
+from engine.memory import num_checkpoints, num_slots
 from engine.options import CacheOptions
 from engine.request import Request, SamplingParams
 from engine.slot_table import SlotTable
@@ -123,7 +124,7 @@ class ModelRunner:
         assert model is not None
         configure_aux_hidden_state_capture(model, self._capture_layers)
         layout = self.kv_layout
-        slots = self._num_slots()
+        slots, checkpoints = self._pool_sizes()
         self.kv_pool = self._make_kv_pool(layout, slots, self.device)
         self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
         state_layout = model.state_layout()
@@ -132,7 +133,9 @@ class ModelRunner:
                 raise BackendError(
                     f"{self.files.name} keeps recurrent state, which a drafter cannot roll back"
                 )
-            self.state_pool = self._make_state_pool(state_layout, self._max_running_requests, self.device)
+            self.state_pool = self._make_state_pool(
+                state_layout, self._max_running_requests, self.device, checkpoints
+            )
         self._backends = self._build_backends(
             options=self._attention_options,
             role=self.role,
@@ -276,6 +279,7 @@ class ModelRunner:
             capture_layers=capture_layers,
             num_draft_rows=tuple(draft_rows),
             state_pool=self.state_pool,
+            state_checkpoints=tuple(step.request.checkpoints for step in steps),
         )
 
     @staticmethod
@@ -308,14 +312,31 @@ class ModelRunner:
         assert commit is not None, "only a model with recurrent state has any to commit"
         commit(self.state_pool, kept)
 
-    def _num_slots(self) -> int:
-        if self._target is None:
-            layouts = [self.kv_layout, *self._draft_layouts()]
-            state = self.model.state_layout() if self.model is not None else None
-            reserved = 0 if state is None else state.bytes_per_request * self._max_running_requests
-            return num_slots(layouts, self._cache_options, self.context_len, self.device, reserved)
-        assert self._target.kv_pool is not None
-        return self._target.kv_pool.num_slots + self._scratch_slots
+    def resume_state(self, table_row: int, checkpoint: Checkpoint) -> None:
+        """Let the recurrent state of a sequence that is about to run be the checkpoint."""
+        assert self.state_pool is not None
+        self.state_pool.resume(table_row, checkpoint.row, checkpoint.position)
+
+    def make_checkpoints(self) -> Checkpoints | None:
+        """For a prefix cache: what keeps count of this worker's checkpoints; None without recurrent state."""
+        if self.state_pool is None:
+            return None
+        return Checkpoints(self._cache_options.mamba_track_interval, self.state_pool.checkpoint_rows)
+
+    def _pool_sizes(self) -> tuple[int, int]:
+        """Slots of the KV pool, and checkpoints of recurrent state."""
+        assert self.model is not None
+        if self._target is not None:
+            assert self._target.kv_pool is not None
+            return self._target.kv_pool.num_slots + self._scratch_slots, 0
+        state = self.model.state_layout()
+        layouts, options = [self.kv_layout, *self._draft_layouts()], self._cache_options
+        context, device = self.context_len, self.device
+        if state is None:
+            return num_slots(layouts, options, context, device), 0
+        size, running = state.bytes_per_checkpoint, state.bytes_per_request * self._max_running_requests
+        checkpoints = num_checkpoints(size, layouts, options, context, device, running)
+        return num_slots(layouts, options, context, device, running + checkpoints * size), checkpoints
 
 
 def _mode(query_lens: Sequence[int], prompt_rows: Sequence[int]) -> ForwardMode:

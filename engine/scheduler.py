@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from engine.allocator import SlotAllocator
+from engine.checkpoints import Checkpoint
 from engine.options import SchedulerOptions
-from engine.radix_cache import RadixCache
+from engine.radix_cache import Match, RadixCache
 from engine.request import Request, RequestState
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
@@ -26,7 +27,7 @@ def _all(request: Request, slots: Sequence[int]) -> int:
     return len(slots)
 
 
-def _nothing(request: Request) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 
@@ -44,16 +45,18 @@ class Scheduler:
         table: SlotTable,
         usable_prefix: Callable[[Request, Sequence[int]], int] = _all,
         before_release: Callable[[Request], None] = _nothing,
+        resume: Callable[[int, Checkpoint], None] = _nothing,
     ) -> None:
         """`usable_prefix(request, slots)` says how much of a cached prefix serves `request`; the rest is computed
         again, into the same slots. `before_release` is told before a request gives its slots back, for good or
-        until it is admitted again."""
+        until it is admitted again. `resume(table_row, checkpoint)` puts a request's recurrent state there."""
         self._options = options
         self.allocator = allocator
         self.cache = cache
         self._table = table
         self._usable_prefix = usable_prefix
         self._before_release = before_release
+        self._resume = resume
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
@@ -104,6 +107,7 @@ class Scheduler:
                 continue
             if not decoding:
                 budget -= tokens
+            self._reserve_checkpoints(request, tokens)
             steps.append(SequenceStep(request, tokens, samples=tokens == request.pending))
         return [step for step in steps if step.request in self._running]
 
@@ -119,7 +123,9 @@ class Scheduler:
             pages = min(self._pages(drafts - room), spare // page)
             self._grow(request, pages)
             room += pages * page
-        return min(drafts, room)
+        drafts = min(drafts, room)
+        self._reserve_checkpoints(request, 1 + drafts)
+        return drafts
 
     def commit(self, step: SequenceStep, emitted: int) -> None:
         """The step's tokens have KV, and so have all but the last of the `emitted` ones, which are appended already.
@@ -149,14 +155,45 @@ class Scheduler:
             request.node = match.node
             request.slots = list(match.slots)
             request.tree_len = len(match.slots)
-            request.cached_len = self._usable_prefix(request, match.slots)
+            request.table_row = self._table.acquire()
+            request.cached_len = self._start(request, match)
             if request.prefix_hit_tokens is None:
                 request.prefix_hit_tokens = request.cached_len
                 request.admitted_at = time.monotonic()
-            request.table_row = self._table.acquire()
             self._table.write(request.table_row, 0, request.slots)
             request.state = RequestState.RUNNING
             self._running[request] = arrival
+
+    def _start(self, request: Request, match: Match) -> int:
+        """How many of its tokens an admitted request need not compute."""
+        usable = self._usable_prefix(request, match.slots)
+        if self.cache.checkpoints is None:
+            return usable
+        checkpoint = self.cache.resume(match, usable)
+        if checkpoint is None:
+            return 0
+        self._resume(request.table_row, checkpoint)
+        return checkpoint.position
+
+    def _reserve_checkpoints(self, request: Request, tokens: int) -> None:
+        """Rows for the state at the boundaries that `tokens` more positions reach, if there are any.
+
+        The last ones matter most: where none is left, the request gives up the first ones that it has written.
+        """
+        checkpoints = self.cache.checkpoints
+        if checkpoints is None:
+            return
+        own = request.checkpoints
+        for position in reversed(checkpoints.boundaries(request.cached_len, request.cached_len + tokens)):
+            if position in own:
+                continue
+            row = checkpoints.take()
+            if row is None:
+                first = min(own, default=position)
+                if first > request.cached_len:
+                    return
+                row = own.pop(first)
+            own[position] = row
 
     def _reserve(self, request: Request, tokens: int) -> bool:
         """Make room for `tokens` more positions, evicting and then preempting later arrivals; False if preempted."""
@@ -195,6 +232,9 @@ class Scheduler:
         self._trim(request)
         if request.cached_len > request.tree_len:
             self._share(request)
+        if self.cache.checkpoints is not None:
+            self.cache.checkpoints.free(request.checkpoints.values())
+            request.checkpoints.clear()
         self.allocator.free(request.slots[request.tree_len :])
         self._unlock(request)
         self._table.release(request.table_row)
@@ -204,8 +244,9 @@ class Scheduler:
 
     def _share(self, request: Request) -> None:
         """Put the committed whole pages into the tree; where it has them already, use its slots and free ours."""
+        written = {at: row for at, row in request.checkpoints.items() if at <= request.cached_len}
         result = self.cache.insert(
-            request.token_ids(0, request.cached_len), request.slots[: request.cached_len]
+            request.token_ids(0, request.cached_len), request.slots[: request.cached_len], written
         )
         self.cache.lock(result.node)
         self._unlock(request)
@@ -215,6 +256,9 @@ class Scheduler:
             request.slots[:shared] = result.slots
             self._table.write(request.table_row, 0, result.slots)
         request.tree_len = shared
+        for position in written:
+            if position <= shared:
+                del request.checkpoints[position]
 
     def _unlock(self, request: Request) -> None:
         assert request.node is not None, "a running request holds a node"

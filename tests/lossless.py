@@ -43,10 +43,10 @@ class Answer:
     completion_tokens: int
 
 
-def load_runner(model: str, dtype: Dtype, slots: int, page_size: int = 1) -> ModelRunner:
+def load_runner(model: str, dtype: Dtype, slots: int, page_size: int = 1, interval: int = 16) -> ModelRunner:
     """A runner that has gone through its start-up hooks."""
     options = ModelOptions(model=model, dtype=dtype, device="cpu")
-    cache = CacheOptions(max_total_tokens=slots, page_size=page_size)
+    cache = CacheOptions(max_total_tokens=slots, page_size=page_size, mamba_track_interval=interval)
     runner = ModelRunner("target", inspect_model(options), options, cache, AttentionOptions(), ROWS)
     runner.load()
     runner.init_attention_backends()
@@ -140,8 +140,16 @@ def answer(
         table = SlotTable(ROWS, runner.max_context_len, runner.device)
         runner.slot_table = table
         options = SchedulerOptions(max_running_requests=together, chunked_prefill_size=48)
-        cache = RadixCache(allocator, enabled=caching)
-        return Scheduler(options, allocator, cache, table, worker.usable_prefix, worker.before_release)
+        cache = RadixCache(allocator, caching, runner.make_checkpoints())
+        return Scheduler(
+            options,
+            allocator,
+            cache,
+            table,
+            worker.usable_prefix,
+            worker.before_release,
+            runner.resume_state,
+        )
 
     engine = Engine(
         worker,

@@ -100,7 +100,7 @@ def test_preemption_and_earlier_prompts_change_nothing(
     runner: ModelRunner, expected: dict[str, Answer]
 ) -> None:
     make = detecting(oracle(known(expected), 0.8))
-    answers, _, stats = answer(runner, LetterTokenizer(), make, REQUESTS, slots=110)
+    answers, _, stats = answer(runner, LetterTokenizer(), make, REQUESTS, slots=90)
     assert stats.preemptions_total > 0
-    assert stats.cached_tokens_total == 0  # no state is kept along the tree to resume from
+    assert stats.cached_tokens_total > 0
     assert answers == expected

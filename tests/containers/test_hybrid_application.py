@@ -15,6 +15,7 @@ from backends.setup import AttentionBackends, build_attention_backends
 from containers.application import ApplicationContainer
 from speculative.worker import SpeculativeWorker
 from tests.containers.test_application import complete, make_container
+from tests.lossless import AlwaysPays
 from tests.models.checkpoints import make_checkpoint as make_plain_checkpoint
 from tests.models.hybrid_checkpoints import make_checkpoint
 from tests.tiny_model import save_tiny_model
@@ -36,7 +37,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def hybrid(folders: dict[str, Path], algorithm: str, **settings: Any) -> ApplicationContainer:
-    return make_container(folders["target"], speculative_algorithm=algorithm, **settings)
+    container = make_container(folders["target"], speculative_algorithm=algorithm, **settings)
+    container.controller.override(providers.Singleton(AlwaysPays))
+    return container
 
 
 def started(container: ApplicationContainer) -> SpeculativeWorker:

@@ -263,10 +263,11 @@ def serving(
     scheduler = Scheduler(
         options,
         allocator,
-        RadixCache(allocator, enabled=caching),
+        RadixCache(allocator, caching, pair.target.make_checkpoints()),
         table,
         worker.usable_prefix,
         worker.before_release,
+        pair.target.resume_state,
     )
     engine = Engine(
         worker,
