@@ -213,7 +213,7 @@ def test_the_parts_get_their_options() -> None:
         *("--attention-backend", "a", "--prefill-attention-backend", "b", "--decode-attention-backend", "c"),
         *("--mem-fraction-static", "0.5", "--max-total-tokens", "640", "--page-size", "8"),
         *("--speculative-attention-mode", "decode", "--enable-pdmux", "--sm-group-num", "2"),
-        *("--kv-cache-dtype", "bf16", "--disable-prefix-caching"),
+        *("--kv-cache-dtype", "bf16", "--disable-prefix-caching", "--mamba-track-interval", "48"),
         *("--max-running-requests", "3", "--max-queued-requests", "4", "--chunked-prefill-size", "5"),
         *("--speculative-num-draft-tokens", "6"),
     )
@@ -238,6 +238,7 @@ def test_the_parts_get_their_options() -> None:
         page_size=8,
         kv_cache_dtype="bf16",
         enable_prefix_caching=False,
+        mamba_track_interval=48,
     )
     assert read.scheduler_options() == SchedulerOptions(
         max_running_requests=3, max_queued_requests=4, chunked_prefill_size=5
@@ -260,3 +261,9 @@ def test_two_batch_overlap_can_be_asked_for() -> None:
 @pytest.mark.parametrize("name", ["auto", *DTYPES])
 def test_a_cache_dtype_may_be_any_that_a_pool_can_have(name: str) -> None:
     assert settings("--kv-cache-dtype", name).cache_options().kv_cache_dtype == name
+
+
+@pytest.mark.parametrize("interval", ["8", "100"])
+def test_checkpoints_of_state_are_at_whole_chunks(interval: str) -> None:
+    with pytest.raises(SettingsError, match=f"--mamba-track-interval {interval} is not a multiple of 16"):
+        settings("--mamba-track-interval", interval)

@@ -60,8 +60,9 @@ def states(sequences: Sequences, row: int) -> list[torch.Tensor]:
     return [pool.conv[:, row], pool.recurrent[:, row], recent]
 
 
-def assert_same_state(left: Sequences, right: Sequences, row: int) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(states(left, row), states(right, row), strict=True))
+def assert_same_state(left: Sequences, right: Sequences, row: int, row_there: int | None = None) -> None:
+    there = states(right, row if row_there is None else row_there)
+    assert all(torch.equal(a, b) for a, b in zip(states(left, row), there, strict=True))
 
 
 def some_tokens(rng: random.Random, count: int) -> list[int]:
@@ -84,6 +85,58 @@ def test_the_state_after_a_verify_is_that_of_decoding_one_by_one(model: CausalLM
             for index, token in enumerate(block[: kept[row]]):
                 assert torch.equal(plain.extend({row: [token]})[row][0], logits[row][index])
             assert_same_state(speculated, plain, row)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_checkpoints_are_the_states_at_their_positions_whatever_pass_crosses_them(
+    model: CausalLM, seed: int
+) -> None:
+    rng = random.Random(seed)
+    sequences = Sequences(model)
+    pool = sequences.state_pool
+    assert pool is not None
+    boundaries = (16, 32, 64, 80)
+    sequences.checkpoints = {2: dict(zip(boundaries, pool.checkpoint_rows, strict=True))}
+    ids: list[int] = []
+    while len(ids) < 90:
+        block = some_tokens(rng, rng.choice([1, 5, 16, 40]))
+        beside = {3: some_tokens(rng, 3)}
+        if rng.random() < 0.5:  # a chunk of a prompt
+            sequences.extend({2: block, **beside})
+        else:
+            sequences.extend({**beside, 2: block}, drafts={2: len(block) - 1})
+            kept = rng.randint(1, len(block))
+            if len(block) > 1:
+                sequences.keep({2: kept})
+            block = block[:kept]
+        ids += block
+    alone = Sequences(model)
+    for position, token in enumerate(ids, 1):
+        logits = alone.extend({0: [token]})[0]
+        row = sequences.checkpoints[2].get(position)
+        if row is not None:
+            conv, recurrent, _ = states(alone, 0)
+            assert torch.equal(pool.conv[:, row], conv) and torch.equal(pool.recurrent[:, row], recurrent)
+    last = boundaries[-1]
+    pool.resume(2, sequences.checkpoints[2][last], last)
+    sequences.lengths[2] = last
+    assert torch.equal(sequences.extend({2: ids[last:]})[2][-1:], logits)
+    assert_same_state(sequences, alone, 2, 0)
+
+
+def test_drafts_that_fall_write_no_checkpoint(model: CausalLM) -> None:
+    sequences = Sequences(model)
+    pool = sequences.state_pool
+    assert pool is not None
+    row = pool.checkpoint_rows[0]
+    sequences.checkpoints = {0: {CHUNK: row}}
+    sequences.extend({0: some_tokens(random.Random(0), CHUNK - 2)})
+    sequences.extend({0: [5, 6, 7, 8]}, drafts={0: 3})
+    sequences.keep({0: 1})
+    assert not pool.recurrent[:, row].any() and not pool.conv[:, row].any()
+    sequences.extend({0: [9, 8]}, drafts={0: 1})
+    sequences.keep({0: 1})
+    assert pool.recurrent[:, row].any() and pool.conv[:, row].any()
 
 
 def test_a_block_whose_drafts_all_fall_leaves_the_state_of_its_first_row(model: CausalLM) -> None:
@@ -116,9 +169,11 @@ def test_a_row_that_is_given_to_another_request_starts_with_no_state(model: Caus
 
 def test_a_pool_says_what_a_request_costs() -> None:
     layout = StateLayout(3, 40, 4, torch.bfloat16, num_heads=4, num_key_heads=2, key_dim=8, value_dim=6)
-    pool = StatePool(layout, 5, torch.device("cpu"))
+    pool = StatePool(layout, 5, torch.device("cpu"), num_checkpoints=3)
     tensors = (pool.conv, pool.recurrent, pool.recent)
-    assert sum(t.nbytes for t in tensors) == 5 * layout.bytes_per_request
+    assert len(pool.checkpoint_rows) == 3
+    expected = 5 * layout.bytes_per_request + 3 * layout.bytes_per_checkpoint
+    assert sum(t.nbytes for t in tensors) == expected
     assert pool.recurrent[0, 0].numel() == 4 * 8 * 6
     short = StateLayout(3, 40, 3, torch.float32)
     assert short.bytes_per_request == 3 * 40 * 2 * 4

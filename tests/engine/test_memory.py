@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.kv_pool import DTYPES, KVLayout
-from engine.memory import MAX_CONTEXTS, NO_LIMIT, cgroup_headroom, num_slots
+from engine.memory import MAX_CONTEXTS, NO_LIMIT, cgroup_headroom, num_checkpoints, num_slots
 from engine.options import CacheOptions
 
 MIB = 1 << 20
@@ -116,3 +116,31 @@ def test_without_attention_a_slot_costs_nothing() -> None:
 def test_a_pool_without_room_for_a_page_names_the_settings() -> None:
     with pytest.raises(ValueError, match="--mem-fraction-static or --max-total-tokens, or lower --page-size"):
         num_slots([layout("float32")], CacheOptions(max_total_tokens=8, page_size=16), 100, CPU)
+
+
+def test_every_boundary_of_a_full_pool_has_a_checkpoint_if_there_is_memory() -> None:
+    asked = CacheOptions(max_total_tokens=1000, mamba_track_interval=32)
+    assert num_checkpoints(100, [layout("int8")], asked, 1 << 40, CPU, 0) == 1000 // 32
+    assert num_checkpoints(100, [layout("int8")], CacheOptions(), 1024, CPU, 0) == MAX_CONTEXTS * 1024 // 256
+
+
+def test_checkpoints_and_slots_share_the_memory_that_there_is() -> None:
+    entry, options = layout("float32"), CacheOptions(mem_fraction_static=0.001, mamba_track_interval=16)
+    size = 1 << 16
+    memory = num_slots([entry], options, 1 << 40, CPU) * entry.bytes_per_slot
+    checkpoints = num_checkpoints(size, [entry], options, 1 << 40, CPU, 0)
+    assert checkpoints * size == pytest.approx(memory / 2, rel=0.2)
+    slots = num_slots([entry], options, 1 << 40, CPU, checkpoints * size)
+    assert slots * entry.bytes_per_slot == pytest.approx(memory / 2, rel=0.3)
+
+
+def test_a_pool_of_a_size_that_was_asked_for_leaves_checkpoints_the_rest() -> None:
+    entry = layout("float32")
+    memory = num_slots([entry], CacheOptions(mem_fraction_static=0.001), 1 << 40, CPU)
+    asked = CacheOptions(mem_fraction_static=0.001, max_total_tokens=2 * memory)
+    assert num_checkpoints(100, [entry], asked, 1 << 40, CPU, 0) == 0
+
+
+def test_without_a_prefix_cache_there_are_no_checkpoints() -> None:
+    options = CacheOptions(max_total_tokens=1000, enable_prefix_caching=False)
+    assert num_checkpoints(100, [layout("int8")], options, 1000, CPU, 0) == 0

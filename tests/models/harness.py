@@ -37,13 +37,14 @@ class Sequences:
         state_layout = model.state_layout()
         self.state_pool: StatePool | None = None
         if state_layout is not None:
-            self.state_pool = StatePool(state_layout, rows, torch.device("cpu"))
+            self.state_pool = StatePool(state_layout, rows, torch.device("cpu"), num_checkpoints=4)
             self.backend = HybridLinearBackend(self.backend)
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows
         self.last_counts: dict[int, int] = {}
         self.drafts: Mapping[int, int] = {}
+        self.checkpoints: dict[int, dict[int, int]] = {}  # by row, where the state at a position is to go
         self.graph = capture(model, self.pool, self.backend) if captured else None
         assert not captured or self.graph is not None, "nothing was captured"
 
@@ -107,4 +108,5 @@ class Sequences:
             capture_layers=capture_layers,
             num_draft_rows=tuple(self.drafts.get(row, 0) for row in tokens),
             state_pool=self.state_pool,
+            state_checkpoints=tuple(self.checkpoints.get(row, {}) for row in tokens),
         )
