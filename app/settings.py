@@ -182,7 +182,10 @@ class EngineSettings:
     ] = _SPECULATIVE.algorithm
     speculative_draft_model_path: Annotated[
         str | None,
-        Parameter(group=_SPECULATION, help="The drafter: a Hugging Face folder, a hub id, or a .gguf file."),
+        Parameter(
+            group=_SPECULATION,
+            help="The drafter: a Hugging Face folder, a hub id, or a .gguf file (mtp: the model's own head).",
+        ),
     ] = None
     speculative_draft_model_quantization: Annotated[
         Quantization | None,

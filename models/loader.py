@@ -22,7 +22,7 @@ from models.dflash_config import DFlashConfig, read_dflash_config
 from models.eagle3 import Eagle3Config, Eagle3Drafter, is_eagle3, read_eagle3_config
 from models.eagle3 import weight_name as eagle3_weight_name
 from models.gguf import GGUFSource, gguf_config
-from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_weight_name
+from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_prefix, mtp_weight_name
 from models.options import Dtype, ModelOptions, Quantization
 from models.registry import family
 from models.source import PICKLED_NAME, SafetensorsSource, WeightSource, safetensors_files
@@ -91,7 +91,7 @@ def load_model(files: ModelFiles, device: torch.device, precision: Precision) ->
     weights = Weights(source, str(files.path), device, precision)
     with torch.inference_mode():
         model = family(files.config, str(files.path))(files.config, weights)
-    weights.warn_unread()
+    weights.warn_unread(besides=mtp_prefix(files.config))
     return model
 
 

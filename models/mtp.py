@@ -93,12 +93,16 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
     )
 
 
+def mtp_prefix(target: ModelConfig) -> str:
+    """How names of a head begin in its target's checkpoint. DeepSeek's is among the layers, behind the last one."""
+    return f"model.layers.{target.num_layers}." if target.model_type.startswith("deepseek") else "mtp."
+
+
 def mtp_weight_name(target: ModelConfig) -> Callable[[str], str | None]:
     """From names in the target's checkpoint to those that the head alone would have; None: not of the head."""
+    prefix = mtp_prefix(target)
     if not target.model_type.startswith("deepseek"):
-        return lambda name: _renamed(name, "mtp.", _QWEN)
-    # The layer behind the last one, with the head's own tensors among the layer's.
-    prefix = f"model.layers.{target.num_layers}."
+        return lambda name: _renamed(name, prefix, _QWEN)
     borrowed = (f"{prefix}embed_tokens.", f"{prefix}shared_head.head.")
 
     def rename(name: str) -> str | None:

@@ -95,9 +95,13 @@ class Weights:
         view._own_names = {canonical(name): name for name in self._source.names()}
         return view
 
-    def warn_unread(self) -> None:
-        """Say which tensors of the checkpoint the model did not ask for."""
-        extra = sorted(name for name in self._unread if not name.endswith("rotary_emb.inv_freq"))
+    def warn_unread(self, besides: str | None = None) -> None:
+        """Say which tensors of the checkpoint the model did not ask for, but for names that begin with `besides`."""
+        extra = sorted(
+            name
+            for name in self._unread
+            if not name.endswith("rotary_emb.inv_freq") and (besides is None or not name.startswith(besides))
+        )
         if extra:
             logger.warning("%s: %d tensors are not used: %s", self.where, len(extra), ", ".join(extra[:8]))
 

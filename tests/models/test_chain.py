@@ -136,9 +136,12 @@ def test_eagle3_drafts_as_its_reference(
 
 
 @pytest.mark.parametrize("kind", MTP)
-def test_an_mtp_head_drafts_as_its_reference(tmp_path: Path, kind: str) -> None:
+def test_an_mtp_head_drafts_as_its_reference(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     reference = make_mtp(kind, tmp_path)
     loaded = Loaded.of(tmp_path, None)
+    assert not caplog.messages, "neither the target nor the head leaves weights unread that it knows of"
     hold_to_reference(loaded, reference)
     assert loaded.drafter.embed_tokens is loaded.target.model.embed_tokens
     assert loaded.drafter.lm_head is loaded.target.model.lm_head
