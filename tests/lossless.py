@@ -19,7 +19,7 @@ from engine.scheduler import Scheduler
 from engine.slot_table import SlotTable
 from engine.tokenizer import Tokenizer
 from engine.worker import GenerationWorker
-from models.loader import inspect_model
+from models.loader import inspect_model, load_drafter
 from models.options import Dtype, ModelOptions
 from speculative.adaptive import PayoffController
 from speculative.drafter import Drafter
@@ -43,14 +43,42 @@ class Answer:
     completion_tokens: int
 
 
-def load_runner(model: str, dtype: Dtype, slots: int, page_size: int = 1, interval: int = 16) -> ModelRunner:
+def load_runner(
+    model: str,
+    dtype: Dtype,
+    slots: int,
+    page_size: int = 1,
+    interval: int = 16,
+    capture_layers: Sequence[int] = (),
+) -> ModelRunner:
     """A runner that has gone through its start-up hooks."""
     options = ModelOptions(model=model, dtype=dtype, device="cpu")
     cache = CacheOptions(max_total_tokens=slots, page_size=page_size, mamba_track_interval=interval)
-    runner = ModelRunner("target", inspect_model(options), options, cache, AttentionOptions(), ROWS)
+    runner = ModelRunner(
+        "target", inspect_model(options), options, cache, AttentionOptions(), ROWS, capture_layers
+    )
     runner.load()
     runner.init_attention_backends()
     runner.init_graphs()
+    return runner
+
+
+def load_drafting_runner(folder: str, target: ModelRunner, scratch_slots: int) -> ModelRunner:
+    """The same for a drafter of `target`."""
+    options = ModelOptions(model=folder, dtype="float32", device="cpu")
+    runner = ModelRunner(
+        "draft",
+        inspect_model(options, drafter=True),
+        options,
+        CacheOptions(),
+        AttentionOptions(),
+        ROWS,
+        target=target,
+        scratch_slots=scratch_slots,
+        load_weights=load_drafter,
+    )
+    runner.load()
+    runner.init_attention_backends()
     return runner
 
 

@@ -1,4 +1,7 @@
-"""What a request to a model with recurrent state gets does not depend on drafts, company, earlier prompts or preemption."""
+"""What a request to a model with recurrent state gets does not depend on drafts, company, earlier prompts or preemption.
+
+The bits of its logprobs, too: a hit goes on from a checkpoint of the state, and computes what a cold prompt does.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,30 @@ from pathlib import Path
 
 import pytest
 
-from engine.request import SamplingParams
+from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.worker import GenerationWorker
+from speculative.dflash import DFlash
+from speculative.options import Algorithm
+from speculative.standalone import Standalone
 from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import LetterTokenizer
-from tests.lossless import Answer, WorkerMaker, answer, load_runner, ngram, oracle, plain
+from tests.lossless import (
+    ROWS,
+    Answer,
+    WorkerMaker,
+    answer,
+    drafting,
+    load_drafting_runner,
+    load_runner,
+    ngram,
+    oracle,
+    plain,
+)
+from tests.models.checkpoints import make_checkpoint as make_plain_checkpoint
+from tests.models.dflash_reference import make_drafter
 from tests.models.hybrid_checkpoints import make_checkpoint
+from tests.speculative.pair import Recording
 
 FAMILIES = [
     "qwen3-next",
@@ -30,6 +50,7 @@ VARIATIONS: list[dict[str, object]] = [
     {"temperature": 0.9, "seed": 1, "top_p": 0.9, "logprobs": 1},
     {"temperature": 1.2, "seed": 2, "stop_token_ids": tuple(range(40))},
 ]
+BLOCK = 6
 Requests = dict[str, tuple[Sequence[int], SamplingParams]]
 
 
@@ -53,7 +74,7 @@ REQUESTS = make_requests()
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder: Path = tmp_path_factory.mktemp(request.param)
     make_checkpoint(request.param, folder)
-    return load_runner(str(folder), "float32", slots=800)
+    return load_runner(str(folder), "float32", slots=800, capture_layers=(0, 1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +125,92 @@ def test_preemption_and_earlier_prompts_change_nothing(
     assert stats.preemptions_total > 0
     assert stats.cached_tokens_total > 0
     assert answers == expected
+
+
+class KnowingDFlash(Recording, DFlash):
+    """Corrects some of its drafts, up to a random point, by what plain decoding wrote."""
+
+
+class KnowingStandalone(Recording, Standalone):
+    """The same."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Drafters by algorithm. They are random, and serve any target of their shape."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("dflash", "standalone")}
+    make_drafter(made["dflash"], block_size=BLOCK)
+    make_plain_checkpoint("llama", made["standalone"])
+    return made
+
+
+def knowing(
+    runner: ModelRunner, folders: Mapping[str, Path], algorithm: Algorithm, expected: Mapping[str, Answer]
+) -> WorkerMaker:
+    kind = KnowingDFlash if algorithm == "dflash" else KnowingStandalone
+    draft = load_drafting_runner(str(folders[algorithm]), runner, scratch_slots=ROWS * BLOCK)
+    drafter = kind(draft, BLOCK, runner.files.config.vocab_size)
+    draw = random.Random(1)
+
+    def truth(request: Request, count: int) -> Sequence[int]:
+        left = expected[request.request_id].token_ids[len(request.output_ids) :][:count]
+        return left[: draw.randint(0, count)]
+
+    drafter.truth = truth
+    drafter.prepare()
+    return drafting(algorithm, drafter)
+
+
+@pytest.mark.parametrize(("algorithm", "slots"), [("dflash", None), ("dflash", 90), ("standalone", 90)])
+def test_drafting_models_change_nothing(
+    runner: ModelRunner,
+    expected: dict[str, Answer],
+    folders: dict[str, Path],
+    algorithm: Algorithm,
+    slots: int | None,
+) -> None:
+    """With room for all, and with so little that requests are preempted."""
+    make = detecting(knowing(runner, folders, algorithm, expected))
+    answers, totals, stats = answer(runner, LetterTokenizer(), make, REQUESTS, slots=slots)
+    assert answers == expected
+    assert totals.drafted_tokens > totals.accepted_tokens > 20
+    assert (stats.preemptions_total > 0) == (slots is not None)
+
+
+@pytest.fixture(scope="module")
+def conversation(runner: ModelRunner) -> tuple[Requests, dict[str, Answer]]:
+    """Turns, each with all that was said before and something new, and another prompt that begins like them. And what
+    each one gets that is the first."""
+    rng = random.Random(3)
+    turns: Requests = {}
+    cold: dict[str, Answer] = {}
+    said: list[int] = []
+    for turn in range(4):
+        said += [rng.randrange(3, 240) for _ in range(9 + 24 * (turn == 0))]
+        variation = {**VARIATIONS[turn % 3], "logprobs": 1}
+        turns[str(turn)] = list(said), SamplingParams(max_tokens=21, ignore_eos=True, **variation)
+        cold |= answer(runner, LetterTokenizer(), plain, {str(turn): turns[str(turn)]}, caching=False)[0]
+        said += cold[str(turn)].token_ids
+    sampling = SamplingParams(max_tokens=21, temperature=0.7, seed=4, ignore_eos=True, logprobs=1)
+    turns["other"] = [*said[:50], 7, 8, 9], sampling
+    cold |= answer(runner, LetterTokenizer(), plain, {"other": turns["other"]}, caching=False)[0]
+    return turns, cold
+
+
+@pytest.mark.parametrize("algorithm", ["none", "oracle", "dflash"])
+def test_a_turn_goes_on_from_a_checkpoint_with_the_bits_of_a_cold_one(
+    runner: ModelRunner,
+    conversation: tuple[Requests, dict[str, Answer]],
+    folders: dict[str, Path],
+    algorithm: str,
+) -> None:
+    turns, cold = conversation
+    make = {
+        "none": lambda: plain,
+        "oracle": lambda: detecting(oracle(known(cold), 0.8)),
+        "dflash": lambda: detecting(knowing(runner, folders, "dflash", cold)),
+    }[algorithm]()
+    answers, _, stats = answer(runner, LetterTokenizer(), make, turns, together=1)
+    assert answers == cold
+    lengths = [len(prompt) + 20 for prompt, _ in turns.values()][:3]  # the last token has no state
+    assert stats.cached_tokens_total == sum(length // 16 * 16 for length in (*lengths, 50))
