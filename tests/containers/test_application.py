@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,29 @@ def container(model: Path) -> Iterator[ApplicationContainer]:
     yield make_container(model)
 
 
-def complete(container: ApplicationContainer, prompt: str, **sampling: Any) -> Receiver:
-    """Start everything up, serve one request, and stop."""
+def complete_in_turn(
+    container: ApplicationContainer, prompts: Sequence[str], **sampling: Any
+) -> list[Receiver]:
+    """Start everything up, serve one request after another, and stop."""
 
-    async def serve() -> Receiver:
+    async def serve() -> list[Receiver]:
         lifecycle = Lifecycle(container.startup(), container.engine)
-        receiver = Receiver()
+        receivers = [Receiver() for _ in prompts]
         async with anyio.create_task_group() as tasks:
             await tasks.start(lifecycle.run)
-            prompt_ids = container.tokenizer().encode(prompt)
-            request = Request("r", prompt_ids, SamplingParams(**sampling), receiver)
-            container.engine().submit(request)
-            await anyio.to_thread.run_sync(receiver.wait)
+            for prompt, receiver in zip(prompts, receivers, strict=True):
+                prompt_ids = container.tokenizer().encode(prompt)
+                container.engine().submit(Request("r", prompt_ids, SamplingParams(**sampling), receiver))
+                await anyio.to_thread.run_sync(receiver.wait)
             lifecycle.stop()
-        return receiver
+        return receivers
 
     return anyio.run(serve)
+
+
+def complete(container: ApplicationContainer, prompt: str, **sampling: Any) -> Receiver:
+    """The same for one request."""
+    return complete_in_turn(container, [prompt], **sampling)[0]
 
 
 def test_a_worker_has_one_of_each_part(container: ApplicationContainer) -> None:
