@@ -21,6 +21,7 @@ from kernels.packed import PackedWeight
 from models.base import ModelError
 from models.config import ModelConfig
 from models.gguf_reader import BLOCKS, GGUFHeader, TensorInfo, read_header
+from models.hf_config import read_config
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -221,7 +222,7 @@ def gguf_config(path: Path) -> ModelConfig:
     _entries(
         header, architecture
     )  # a tensor that nothing would use means that the model is another than it seems
-    config = ModelConfig.from_hf(_hf_config(header, architecture), where=str(path))
+    config = read_config(_hf_config(header, architecture), where=str(path))
     factors = header.tensors.get("rope_freqs.weight")
     return msgspec.structs.replace(
         config,

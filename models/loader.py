@@ -22,6 +22,7 @@ from models.dflash_config import DFlashConfig, read_dflash_config
 from models.eagle3 import Eagle3Config, Eagle3Drafter, is_eagle3, read_eagle3_config
 from models.eagle3 import weight_name as eagle3_weight_name
 from models.gguf import GGUFSource, gguf_config
+from models.hf_config import read_config
 from models.mtp import PROJECTION, mtp_config, mtp_head, mtp_prefix, mtp_weight_name
 from models.options import Dtype, ModelOptions, Quantization
 from models.registry import family
@@ -214,7 +215,7 @@ def _inspect_gguf(path: Path) -> ModelFiles:
 
 def _inspect_folder(folder: Path, name: str, drafter: bool) -> ModelFiles:
     raw, where = _read_json(folder / "config.json"), str(folder / "config.json")
-    config = ModelConfig.from_hf(raw, where)
+    config = read_config(raw, where)
     dflash = eagle3 = None
     if drafter and config.architecture == DFLASH:
         dflash = read_dflash_config(raw, where)

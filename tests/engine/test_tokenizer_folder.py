@@ -17,7 +17,7 @@ from engine.chat_template import ChatTemplateError
 from engine.errors import InvalidRequest
 from engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_folder
 from models.base import ModelError
-from models.config import ModelConfig
+from models.hf_config import read_config
 from models.loader import ModelFiles
 from tests.engine.hard_texts import HARD_TEXTS, TRAINING_TEXTS
 
@@ -74,7 +74,7 @@ def save(folder: Path, backend: tokenizers.Tokenizer, **settings: Any) -> Path:
 
 
 def model_files(folder: Path) -> ModelFiles:
-    config = ModelConfig.from_hf({"model_type": "llama"} | dict.fromkeys(SIZES, 8))
+    config = read_config({"model_type": "llama"} | dict.fromkeys(SIZES, 8))
     return ModelFiles("hf", folder, (), 0, config, folder.name)
 
 

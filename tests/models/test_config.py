@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from models.base import ModelError
 from models.config import ModelConfig
+from models.hf_config import read_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,7 +26,7 @@ LLAMA: dict[str, Any] = {
 
 
 def config(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf({**LLAMA, **changes})
+    return read_config({**LLAMA, **changes})
 
 
 def test_old_and_new_spellings_of_rope_mean_the_same() -> None:
@@ -110,7 +111,7 @@ def test_mistral_slides_in_every_layer_or_none() -> None:
 
 
 def test_gemma3_as_published_with_most_keys_left_out() -> None:
-    gemma = ModelConfig.from_hf(
+    gemma = read_config(
         {
             "architectures": ["Gemma3ForConditionalGeneration"],
             "model_type": "gemma3",
@@ -161,13 +162,13 @@ def test_gemma3_as_published_with_most_keys_left_out() -> None:
 )
 def test_what_cannot_be_used_is_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint) as caught:
-        ModelConfig.from_hf({**LLAMA, **changes}, "somewhere/config.json")
+        read_config({**LLAMA, **changes}, "somewhere/config.json")
     assert str(caught.value).startswith("somewhere/config.json: ")
 
 
 def test_a_config_that_is_no_object_is_refused() -> None:
     with pytest.raises(ModelError, match="not a JSON object"):
-        ModelConfig.from_hf([1, 2], "config.json")  # type: ignore[arg-type]
+        read_config([1, 2], "config.json")  # type: ignore[arg-type]
 
 
 @given(
@@ -191,7 +192,7 @@ def test_a_config_that_is_no_object_is_refused() -> None:
 )
 def test_any_json_object_is_read_or_refused_and_never_crashes(changes: dict[str, Any]) -> None:
     try:
-        read = ModelConfig.from_hf({**LLAMA, **changes})
+        read = read_config({**LLAMA, **changes})
     except ModelError:
         return
     assert read.num_heads % read.num_kv_heads == 0

@@ -16,9 +16,9 @@ from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
 from kernels.cpu.library import NativeError, available, reason
 from models.base import CausalLM, ModelError
-from models.config import ModelConfig
 from models.dflash import DFlashDrafter
 from models.dflash_config import DFlashConfig, read_dflash_config
+from models.hf_config import read_config
 from models.loader import inspect_model, load_drafter, load_model
 from models.options import ModelOptions
 from models.weights import Precision
@@ -363,7 +363,7 @@ def test_keys_within_dflash_config_go_before_those_outside() -> None:
 
 def test_sliding_layers_are_causal_unless_the_config_says_so_of_all() -> None:
     slides = {"layer_types": ["sliding_attention", *["full_attention"] * 4], "use_sliding_window": True}
-    config = ModelConfig.from_hf({**PUBLISHED, **slides, "sliding_window": 4096})
+    config = read_config({**PUBLISHED, **slides, "sliding_window": 4096})
 
     def causal(**changes: Any) -> list[bool]:
         return [read(**changes).is_causal(layer, config) for layer in range(2)]

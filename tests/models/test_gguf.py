@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType as Type
 
 from kernels.dequantize import dequantize
 from models.base import ModelError
-from models.config import ModelConfig
 from models.default import default_model_path
 from models.gguf import ARCHITECTURES, GGUFSource, gguf_config
 from models.gguf_reader import BLOCKS
+from models.hf_config import read_config
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import checkpoint_tensors, convert, finish
 
@@ -72,7 +72,7 @@ def test_tensors_are_those_of_the_checkpoint(converted: Converted, name: str) ->
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_configuration_is_that_of_the_checkpoint(converted: Converted, name: str) -> None:
     folder, path = converted(name)
-    expected = ModelConfig.from_hf(msgspec.json.decode((folder / "config.json").read_bytes()))
+    expected = read_config(msgspec.json.decode((folder / "config.json").read_bytes()))
     found = gguf_config(path)
     factors = found.rope.frequency_factors
     assert (len(factors) > 0) == (name == "llama-llama3")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.base import ModelError
-from models.config import ModelConfig
+from models.hf_config import read_config
 
 QWEN3_NEXT: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"],
@@ -45,7 +45,7 @@ MAMBA2: dict[str, Any] = {
 
 
 def test_qwen3_next_as_published() -> None:
-    config = ModelConfig.from_hf(QWEN3_NEXT)
+    config = read_config(QWEN3_NEXT)
     assert config.attention_layers == (3, 7)
     assert config.state_layers == (0, 1, 2, 4, 5, 6)
     assert config.has_mamba_layers
@@ -60,7 +60,7 @@ def test_qwen3_next_as_published() -> None:
 def test_qwen3_5_is_the_text_part_of_a_multimodal_file() -> None:
     text = {**QWEN3_NEXT, "model_type": "qwen3_5_text", "rope_parameters": {"partial_rotary_factor": 0.5}}
     del text["architectures"]
-    config = ModelConfig.from_hf(
+    config = read_config(
         {
             "architectures": ["Qwen3_5ForConditionalGeneration"],
             "model_type": "qwen3_5",
@@ -73,7 +73,7 @@ def test_qwen3_5_is_the_text_part_of_a_multimodal_file() -> None:
 
 
 def test_nemotron_h_by_its_pattern() -> None:
-    config = ModelConfig.from_hf(NEMOTRON_H)
+    config = read_config(NEMOTRON_H)
     assert config.attention_layers == (3,)
     assert config.state_layers == (0, 2, 5)
     assert config.layer_types[1] == "mlp"
@@ -82,7 +82,7 @@ def test_nemotron_h_by_its_pattern() -> None:
 
 
 def test_mamba2_has_no_attention() -> None:
-    config = ModelConfig.from_hf(MAMBA2)
+    config = read_config(MAMBA2)
     assert config.attention_layers == ()
     assert config.state_layers == (0, 1, 2)
     state = config.state
@@ -94,12 +94,12 @@ def test_mamba2_has_no_attention() -> None:
 @pytest.mark.parametrize("high", ["Infinity", '{"__float__": "Infinity"}'])
 def test_an_infinite_limit_in_either_spelling(high: str) -> None:
     limits = json.loads(f'{{"time_step_limit": [0.25, {high}]}}')
-    state = ModelConfig.from_hf({**MAMBA2, **limits}).state
+    state = read_config({**MAMBA2, **limits}).state
     assert state is not None and state.time_step_limit == (0.25, inf)
 
 
 def test_old_names_of_layer_types() -> None:
-    config = ModelConfig.from_hf(
+    config = read_config(
         {
             "model_type": "granitemoehybrid",
             "vocab_size": 100,
@@ -129,11 +129,11 @@ def test_lfm2_adjusts_the_width_of_its_mlp() -> None:
         "num_attention_heads": 16,
         "full_attn_idxs": [2],
     }
-    config = ModelConfig.from_hf(lfm2)
+    config = read_config(lfm2)
     assert config.intermediate_size == 4608
     assert (config.attention_layers, config.state_layers) == ((2,), (0, 1, 3))
     assert config.tie_word_embeddings
-    assert ModelConfig.from_hf({**lfm2, "block_auto_adjust_ff_dim": False}).intermediate_size == 6656
+    assert read_config({**lfm2, "block_auto_adjust_ff_dim": False}).intermediate_size == 6656
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,5 @@ def test_lfm2_adjusts_the_width_of_its_mlp() -> None:
 )
 def test_what_cannot_be_used_is_named(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint) as caught:
-        ModelConfig.from_hf(config, "somewhere/config.json")
+        read_config(config, "somewhere/config.json")
     assert str(caught.value).startswith("somewhere/config.json: ")
