@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,16 @@ class ReferenceChain(ABC):
 
     @torch.inference_mode()
     def draft(
-        self, ids: Sequence[int], count: int, features: torch.Tensor | None = None, known_from: int = 0
+        self,
+        ids: Sequence[int],
+        count: int,
+        features: torch.Tensor | None = None,
+        known_from: int = 0,
+        noise: Callable[[int], torch.Tensor] | None = None,
     ) -> tuple[list[int], torch.Tensor]:
         """`count` tokens to follow `ids`, each the likeliest, and the logits that they are chosen by, [count, L].
+
+        noise: [L] to be added to the logits of the token at a position.
 
         features: of a text that begins so; None: they are computed. known_from: the first position that the drafter
             knows them of.
@@ -94,7 +101,7 @@ class ReferenceChain(ABC):
         for _ in range(count):
             embedded = self.embed(torch.tensor(ids[1:]))
             hidden = self.layer(embedded[known_from:], features[known_from:], known_from)
-            logits.append(self.logits(hidden[-1:])[0])
+            logits.append(self.logits(hidden[-1:])[0] + (0.0 if noise is None else noise(len(ids))))
             ids.append(self.token(int(logits[-1].argmax())))
             features = torch.cat([features, hidden[-1:]])
         return ids[-count:], torch.stack(logits)
