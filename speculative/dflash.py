@@ -73,10 +73,7 @@ class DFlash(FeatureDrafter):
     def propose(
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
     ) -> list[Proposal]:
-        self.flush()
-        for request in requests:
-            if request not in self.counts:
-                self.rebuild(request, request.cached_len)
+        self.catch_up(requests)
         drafted = self.num_draft_tokens - 1
         logits = self.runner.forward(self._block(requests)).logits.view(len(requests), drafted, -1)
         return [

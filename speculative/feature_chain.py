@@ -104,10 +104,7 @@ class FeatureChain(FeatureDrafter):
     def propose(
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
     ) -> list[Proposal]:
-        self.flush()
-        for request in requests:
-            if request not in self.counts:
-                self.rebuild(request, request.cached_len)
+        self.catch_up(requests)
         features = torch.stack([self._features_before(request) for request in requests])
         rows = list(range(len(requests)))  # whose features they are
 

@@ -118,6 +118,13 @@ class FeatureDrafter(Drafter):
             self.flush()
         self.counts.pop(request, None)
 
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """All that is known is in the context, and in the rows of `requests`."""
+        self.flush()
+        for request in requests:
+            if request not in self.counts:
+                self.rebuild(request, request.cached_len)
+
     def wrote(self, spans: Sequence[Span]) -> None:
         """The entries of `spans` are in their slots."""
         written: dict[Request, list[int]] = {}
