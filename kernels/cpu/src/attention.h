@@ -209,7 +209,8 @@ static void attend(const AttentionItem& item, int first_split, int last_split, f
             if (base + kKvBlock < end) prefetch_rows(item, base + kKvBlock);
             if (q < active) attend_block(item, base, q, active, part, partial, rest);
         }
-        for (int q = 0; q < item.count; q++) merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
+        for (int q = 0; q < item.count; q++)
+            merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
     }
 #if defined(__AMX_BF16__)
     if (item.is_bf16) configure_tiles();

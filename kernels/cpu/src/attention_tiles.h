@@ -67,7 +67,10 @@ static void round_queries(const float* const* query, int count, int head_dim, co
     const int padded = padded_dim(head_dim);
     for (int q = 0; q < kQueryBlock; q++) {
         uint16_t* to = memory.queries + (size_t)q * padded;
-        for (int d = 0; d < padded; d += 16) to_bf16(to + d, q < count && d < head_dim ? load(query[q] + d) : splat(0.0f));
+        for (int d = 0; d < padded; d += 16) {
+            const bool is_there = q < count && d < head_dim;
+            to_bf16(to + d, is_there ? load(query[q] + d) : splat(0.0f));
+        }
     }
 }
 
