@@ -100,13 +100,18 @@ def read(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return out, update
 
 
-def advance(chunks: Chunks, update: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """The state at the end of N complete chunks, from that at their start, [N, J, K, H / J * V], and their u."""
+def advance(
+    chunks: Chunks, update: torch.Tensor, state: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The state at the end of N complete chunks, from that at their start, [N, J, K, H / J * V], and their u.
+
+    It is in `out`, if that is given: contiguous, of the same shape.
+    """
     num_keys, key_dim = state.shape[1:3]
     added = (update * chunks.to_end).unflatten(1, (num_keys, -1)).transpose(2, 3).flatten(3)
     kept = state.view(len(state), num_keys, key_dim, -1, update.shape[-1])
     decay = chunks.from_start[:, :, -1].view(len(state), num_keys, 1, -1, 1)
-    advanced = (kept * decay).flatten(3)
+    advanced = torch.mul(kept, decay, out=None if out is None else out.view(kept.shape)).flatten(3)
     advanced.flatten(0, 1).baddbmm_(chunks.keys.transpose(-1, -2).flatten(0, 1), added.flatten(0, 1))
     return advanced
 
