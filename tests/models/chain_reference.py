@@ -152,6 +152,7 @@ def make_eagle3(
         shapes["embed_tokens.weight"] = config["vocab_size"], hidden
     state = fill({name: torch.empty(shape) for name, shape in shapes.items()}, 1)
     state["lm_head.weight"] *= SURE
+    state["midlayer.self_attn.q_proj.weight"] *= SURE  # so that it shows whom each row attends to
     if size < config["vocab_size"]:
         generator = torch.Generator().manual_seed(2)
         ids = torch.randperm(config["vocab_size"], generator=generator)[:size].sort().values
