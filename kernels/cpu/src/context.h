@@ -1,6 +1,10 @@
 // The context pass of a DFlash drafter in one call: what the target computed for some tokens becomes the keys and
-// values of every layer of the drafter. Part of step.cpp, whose jobs, products and workspace it uses.
+// values of every layer of the drafter.
 #pragma once
+
+#include "job.h"
+
+namespace {
 
 struct ContextPass {
     const ContextModel& m;
@@ -79,3 +83,5 @@ struct ContextPass {
         }
     }
 };
+
+}  // namespace
