@@ -244,9 +244,8 @@ class Scheduler:
 
     def _share(self, request: Request) -> None:
         """Put the committed whole pages into the tree; where it has them already, use its slots and free ours."""
-        written = {at: row for at, row in request.checkpoints.items() if at <= request.cached_len}
         result = self.cache.insert(
-            request.token_ids(0, request.cached_len), request.slots[: request.cached_len], written
+            request.token_ids(0, request.cached_len), request.slots[: request.cached_len], request.checkpoints
         )
         self.cache.lock(result.node)
         self._unlock(request)
@@ -256,9 +255,8 @@ class Scheduler:
             request.slots[:shared] = result.slots
             self._table.write(request.table_row, 0, result.slots)
         request.tree_len = shared
-        for position in written:
-            if position <= shared:
-                del request.checkpoints[position]
+        for position in [position for position in request.checkpoints if position <= shared]:
+            del request.checkpoints[position]
 
     def _unlock(self, request: Request) -> None:
         assert request.node is not None, "a running request holds a node"

@@ -22,6 +22,10 @@ class SlotTable:
         self._free.append(row)
 
     def write(self, row: int, start: int, slots: Sequence[int]) -> None:
-        """Positions [start, start + len(slots)) of `row` now live in `slots`."""
+        """Positions [start, start + len(slots)) of `row` now live in `slots`.
+
+        A page may reach past the end of the context; nothing is ever there.
+        """
+        slots = slots[: self.tensor.shape[1] - start]
         if slots:
             self.tensor[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int32)

@@ -167,11 +167,14 @@ def test_a_request_that_has_none_left_keeps_its_last_boundaries() -> None:
     assert states.positions() == [20, 24]
 
 
-def test_a_preempted_request_goes_on_from_its_last_boundary() -> None:
-    states = States(slots=30)
-    early, late = states.add(list(range(10, 16))), states.add(list(range(20, 26)))
+def test_a_preempted_request_gives_all_back_and_goes_on_from_its_last_boundary() -> None:
+    states = States(slots=24, page=6)
+    early, late = states.add(list(range(10, 16))), states.add(list(range(20, 24)))
+    held = 0
     while not states.scheduler.preemptions:
+        held = len(late.checkpoints)
         states.step()
+    assert held and not late.checkpoints
     states.finish(early)
     states.step()
     assert late.cached_len > 4 and states.resumed[-1].position >= 4
@@ -195,7 +198,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = States(rows=7, slots=48, page=self.page)
+        self.states = States(rows=7, slots=42, page=self.page)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
@@ -242,6 +245,12 @@ class Lifecycle(RuleBasedStateMachine):
         owned = in_tree + pending
         assert len(set(owned)) == len(owned) and set(owned) <= set(states.checkpoints.rows)
         assert len(owned) + states.checkpoints.num_free == len(states.checkpoints.rows)
+
+    @invariant()
+    def every_slot_is_accounted_for(self) -> None:
+        states, cache = self.states, self.states.cache
+        held = states.allocator.num_free + cache.evictable + cache.protected + states.scheduler.in_use
+        assert held == states.allocator.num_slots
 
     @invariant()
     def the_tree_has_the_states_of_its_own_tokens(self) -> None:

@@ -122,6 +122,15 @@ def test_a_dry_pool_preempts_the_latest_arrival_which_resumes_with_its_tokens() 
     assert late.cached_len + resumed.num_tokens == late.num_tokens
 
 
+def test_the_last_page_may_reach_past_the_end_of_the_context() -> None:
+    scheduler = build(page=6, chunk=CONTEXT)
+    whole = request("whole", list(range(100, 100 + CONTEXT)))
+    scheduler.add(whole)
+    run_one(scheduler)
+    assert len(whole.slots) == 36 > CONTEXT
+    assert scheduler._table.tensor[whole.table_row].tolist() == whole.slots[:CONTEXT]
+
+
 def test_drafts_get_what_is_left_and_never_preempt() -> None:
     scheduler = build(slots=12, running=2)
     one, two = request("one", [1, 2, 3, 4]), request("two", [5, 6, 7, 8])
