@@ -123,7 +123,7 @@ def test_a_dry_pool_preempts_the_latest_arrival_which_resumes_with_its_tokens() 
 
 
 def test_the_last_page_may_reach_past_the_end_of_the_context() -> None:
-    scheduler = build(page=6, chunk=CONTEXT)
+    scheduler = build(slots=60, page=6, chunk=CONTEXT)
     whole = request("whole", list(range(100, 100 + CONTEXT)))
     scheduler.add(whole)
     run_one(scheduler)
