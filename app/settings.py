@@ -184,7 +184,8 @@ class EngineSettings:
         str | None,
         Parameter(
             group=_SPECULATION,
-            help="The drafter: a Hugging Face folder, a hub id, or a .gguf file (mtp: the model's own head).",
+            help="The drafter: a Hugging Face folder, a hub id, or a .gguf file (mtp: the model's own head; default: "
+            "that of the default model).",
         ),
     ] = None
     speculative_draft_model_quantization: Annotated[
@@ -269,7 +270,7 @@ class EngineSettings:
                 "--speculative-draft-model-path has no meaning with --speculative-algorithm "
                 f"{self.speculative_algorithm}: leave one of them out"
             )
-        if self.speculative_draft_model_path is None:
+        if self.speculative_draft_model_path is None and not self.drafts_by_default:
             of_drafters = ["speculative_draft_window_size", "speculative_draft_model_quantization"]
             if self.speculative_algorithm != "mtp":  # whose drafter is in the target's own checkpoint
                 of_drafters += ["speculative_draft_attention_backend", "speculative_draft_kv_cache_dtype"]
@@ -303,17 +304,28 @@ class EngineSettings:
             chat_template=self.chat_template,
         )
 
+    @property
+    def drafts_by_default(self) -> bool:
+        """Whether the drafter that comes with the default model is the one to use."""
+        ours = self.model is None and self.speculative_algorithm in ("auto", "dflash")
+        return ours and self.speculative_draft_model_path is None
+
     def draft_model_options(self) -> ModelOptions:
         """Raises SettingsError if no drafter is named. An MTP head is the target's own."""
         if self.speculative_algorithm == "mtp":
             return self.model_options()
-        if self.speculative_draft_model_path is None:
+        path = self.speculative_draft_model_path
+        if self.drafts_by_default:
+            from models.default import default_drafter_path
+
+            path = str(default_drafter_path())
+        if path is None:
             raise SettingsError(
                 f"--speculative-algorithm {self.speculative_algorithm} needs a drafter: name it with "
                 "--speculative-draft-model-path"
             )
         return ModelOptions(
-            model=self.speculative_draft_model_path,
+            model=path,
             dtype=self.dtype,
             quantization=self.speculative_draft_model_quantization,
             device=self.device,
@@ -354,6 +366,7 @@ class EngineSettings:
         return SpeculativeOptions(
             algorithm=self.speculative_algorithm,
             has_drafter=self.speculative_draft_model_path is not None
+            or self.drafts_by_default
             or self.speculative_algorithm in ("dflash", "standalone", "eagle3", "mtp"),
             num_draft_tokens=self.speculative_num_draft_tokens or _SPECULATIVE.num_draft_tokens,
             ngram_min_match=self.speculative_ngram_min_match,

@@ -130,7 +130,7 @@ def learn(
     def keep(progress: TrainingProgress) -> None:
         if progress.is_best:
             extra = {"target_digest": digest, "accept_length": round(progress.best, 3)}
-            export(out, trainer.drafter, trainer.draft_token_ids, extra)
+            export(out, trainer.drafter, trainer.draft_token_ids, options.weights, extra)
             write_card(out, trainer, facts)
         write_plots(out, progress)
         if not console.is_terminal:  # where the bar would show only at the end

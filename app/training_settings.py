@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 from cyclopts.validators import Number
 
 from app.settings import SettingsError
-from speculative.training.options import TrainingOptions
+from speculative.training.options import TrainingOptions, Weights
 
 _TRAINING = Group.create_ordered("Training")
 _DEFAULT = TrainingOptions()
@@ -93,6 +93,14 @@ class TrainingSettings:
     blocks_per_step: Annotated[
         int, Parameter(group=_TRAINING, validator=_POSITIVE, help="Blocks in a step of the optimiser.")
     ] = _DEFAULT.anchors_per_step
+    weights: Annotated[
+        Weights,
+        Parameter(
+            group=_TRAINING,
+            help="What the drafter is stored in. int8 is half the size and the faster one on a CPU; bfloat16 is what "
+            "other servers read.",
+        ),
+    ] = _DEFAULT.weights
     cache_gb: Annotated[
         float,
         Parameter(
@@ -123,6 +131,7 @@ class TrainingSettings:
             steps=self.steps,
             learning_rate=self.learning_rate,
             anchors_per_step=self.blocks_per_step,
+            weights=self.weights,
             cache_bytes=int(self.cache_gb * 1e9),
             seed=self.training_seed,
         )

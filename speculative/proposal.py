@@ -79,7 +79,7 @@ def choose(
 def _draw(row: Row, request: Request, position: int, vocabulary: DraftVocabulary) -> tuple[int, float]:
     """The token at `position`, and its probability."""
     params, size = request.sampling, len(row)
-    columns = np.arange(size)
+    columns: npt.NDArray[np.int64] = np.arange(size)
     if size > _CANDIDATES:
         columns = np.sort(np.argpartition(row, size - _CANDIDATES)[size - _CANDIDATES :])
     scaled = scale(row[columns], params.temperature)

@@ -12,24 +12,41 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kernels.quantize import quantize
 from speculative.training.model import Drafter, DrafterShape
+from speculative.training.options import Weights
 
 STATE_NAME = "training.pt"
 
 
-def export(folder: Path, drafter: Drafter, draft_token_ids: Tensor, extra: Mapping[str, Any]) -> None:
-    """Write `config.json` and `model.safetensors` (bfloat16). `extra` goes into `dflash_config`."""
+def export(
+    folder: Path, drafter: Drafter, draft_token_ids: Tensor, weights: Weights, extra: Mapping[str, Any]
+) -> None:
+    """Write `config.json` and `model.safetensors`. `extra` goes into `dflash_config`.
+
+    int8: matrices as `name` int8 [rows, columns] and `name_scale` float16 [rows, columns / 32], as Q8_0 has them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: weight.detach().to(torch.bfloat16).cpu().contiguous()
-        for name, weight in drafter.state_dict().items()
-    }
+    tensors = {}
+    for name, weight in drafter.state_dict().items():
+        if weights == "int8" and weight.ndim == 2:
+            tensors[name], tensors[f"{name}_scale"] = _int8(weight.detach().float().cpu())
+        else:
+            tensors[name] = weight.detach().to(torch.bfloat16).cpu().contiguous()
     tensors["draft_token_ids"] = draft_token_ids.to(torch.int64).cpu()
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     os.replace(partial, folder / "model.safetensors")
     config = published_config(drafter.shape, {"draft_vocab_size": len(draft_token_ids), **extra})
     write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _int8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = quantize(matrix, "Q8_0").data.unflatten(1, (-1, 34))
+    scales, values = blocks.split((2, 32), dim=-1)
+    return values.contiguous().view(torch.int8).flatten(1), scales.contiguous().view(torch.float16).squeeze(
+        -1
+    )
 
 
 def published_config(shape: DrafterShape, extra: Mapping[str, Any]) -> dict[str, Any]:

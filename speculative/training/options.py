@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
+
+Weights = Literal["bfloat16", "int8"]
 
 
 class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,6 +17,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     mask_token_id: None: a special token that the data lacks.
     draft_vocab_size: tokens that it can draft, the most frequent ones of the data.
     decay: offsets over which the weight of a position falls to 1 / e.
+    weights: what the drafter is stored in.
     cache_bytes: hidden states that are kept in a file, so that they are computed once.
     """
 
@@ -28,6 +33,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     anchors_per_step: int = 192
     anchors_per_example: int = 32
     decay: float = 4.0
+    weights: Weights = "bfloat16"
     max_length: int = 1024
     cache_bytes: int = 8 << 30
     checkpoint_seconds: float = 120.0

@@ -138,15 +138,15 @@ CONTRADICTIONS = {
         ["--context-length", "--max-total-tokens"],
     ),
     "a backend for no drafter": (
-        ["--speculative-draft-attention-backend", "triton"],
+        ["--speculative-algorithm", "ngram", "--speculative-draft-attention-backend", "triton"],
         ["--speculative-draft-attention-backend", "--speculative-draft-model-path"],
     ),
     "a cache for no drafter": (
-        ["--speculative-draft-kv-cache-dtype", "int8"],
+        ["--speculative-algorithm", "ngram", "--speculative-draft-kv-cache-dtype", "int8"],
         ["--speculative-draft-kv-cache-dtype", "--speculative-draft-model-path"],
     ),
     "bits for no drafter": (
-        ["--speculative-draft-model-quantization", "int8"],
+        ["--speculative-algorithm", "ngram", "--speculative-draft-model-quantization", "int8"],
         ["--speculative-draft-model-quantization", "--speculative-draft-model-path"],
     ),
     "drafts without speculation": (
@@ -243,7 +243,7 @@ def test_the_parts_get_their_options() -> None:
     assert read.scheduler_options() == SchedulerOptions(
         max_running_requests=3, max_queued_requests=4, chunked_prefill_size=5
     )
-    assert read.speculative_options() == SpeculativeOptions(algorithm="ngram", num_draft_tokens=6)
+    assert read.speculative_options() == SpeculativeOptions(num_draft_tokens=6)
 
 
 def test_left_alone_the_parts_keep_their_own_defaults() -> None:
@@ -251,7 +251,18 @@ def test_left_alone_the_parts_keep_their_own_defaults() -> None:
     assert read.attention_options() == AttentionOptions()
     assert read.cache_options() == CacheOptions()
     assert read.scheduler_options() == SchedulerOptions()
-    assert read.speculative_options() == SpeculativeOptions()
+    assert read.speculative_options() == SpeculativeOptions(has_drafter=True)
+
+
+def test_the_default_model_has_a_drafter_of_its_own_and_another_model_only_the_one_that_is_named() -> None:
+    ours = settings().draft_model_options().model
+    assert (Path(ours) / "model.safetensors").is_file()
+    assert (
+        settings("--speculative-draft-model-path", "some/drafter").draft_model_options().model
+        == "some/drafter"
+    )
+    assert not settings("--model", "some/model").speculative_options().has_drafter
+    assert not settings("--speculative-algorithm", "ngram").speculative_options().has_drafter
 
 
 def test_two_batch_overlap_can_be_asked_for() -> None:

@@ -180,6 +180,7 @@ def test_speculation_changes_nothing(folders: dict[str, Path], temperature: floa
     assert len(expected) == 30
     assert complete(hybrid(folders, "ngram"), PROMPT, **sampled).token_ids == expected
     standalone = hybrid(folders, "standalone", speculative_draft_model_path=str(folders["draft"]))
+    standalone.controller.override(AlwaysPays())
     answered = complete(standalone, PROMPT, **sampled)
     assert answered.token_ids == expected
     speculation = answered.events[-1].speculation

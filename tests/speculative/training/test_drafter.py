@@ -21,7 +21,14 @@ from speculative.training.checkpoint import export
 from speculative.training.data import Example
 from speculative.training.model import Drafter
 from speculative.training.options import TrainingOptions
-from speculative.training.start import decoder, default_layer_ids, initial_drafter, shape_for, unused_token
+from speculative.training.start import (
+    decoder,
+    default_layer_ids,
+    dense,
+    initial_drafter,
+    shape_for,
+    unused_token,
+)
 from speculative.training.states import TargetStates
 from tests.models.dflash_reference import ReferenceDrafter
 
@@ -52,7 +59,7 @@ def drafter(runner: ModelRunner, states: TargetStates) -> Drafter:
 @pytest.fixture(scope="module")
 def folder(drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("drafter")
-    export(folder, drafter, DRAFT_TOKENS, {"accept_length": 2.5})
+    export(folder, drafter, DRAFT_TOKENS, "bfloat16", {"accept_length": 2.5})
     return folder
 
 
@@ -176,3 +183,17 @@ def test_default_layers_are_spread_and_within_any_target() -> None:
 def test_the_mask_is_a_special_token_that_no_text_has(examples: list[Example]) -> None:
     assert unused_token([256, 300], examples, 257) == 256
     assert unused_token([int(examples[0].ids[0])], examples, 257) == 256
+
+
+def test_an_int8_export_is_within_half_a_step_of_what_was_trained(
+    tmp_path: Path, runner: ModelRunner, drafter: Drafter
+) -> None:
+    export(tmp_path, drafter, DRAFT_TOKENS, "int8", {})
+    files = inspect_model(ModelOptions(model=str(tmp_path)), drafter=True)
+    loaded = load_drafter(files, torch.device("cpu"), Precision(torch.float32), runner.model)
+    assert isinstance(loaded, DFlashDrafter)
+    trained, found = drafter.fc.weight.detach().float(), dense(loaded.fc)
+    steps = trained.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / 127
+    # The scale itself is a half: 11 bits, or steps of 6e-8 where it is tiny.
+    assert ((found - trained).unflatten(1, (-1, 32)).abs() <= 0.57 * steps + 127 * 6e-8).all()
+    assert not torch.equal(found, trained)
