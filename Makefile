@@ -7,7 +7,8 @@ PORT ?=
 # A .gguf file, a Hugging Face folder or a hub id; empty serves the default model. ARGS are further flags.
 MODEL ?=
 ARGS ?=
-PYTEST_ARGS ?=
+# Two processes at once; PYTEST_ARGS= (empty) is one.
+PYTEST_ARGS ?= -n 2
 
 # PyPI's torch for Linux is the CUDA build, gigabytes of it. Where there is no NVIDIA GPU, its CPU build is looked for
 # first, on PyTorch's own index: `2.13.0+cpu` satisfies `torch==2.13.0`. TORCH_INDEX= (empty) does without.

@@ -251,18 +251,23 @@ def test_left_alone_the_parts_keep_their_own_defaults() -> None:
     assert read.attention_options() == AttentionOptions()
     assert read.cache_options() == CacheOptions()
     assert read.scheduler_options() == SchedulerOptions()
-    assert read.speculative_options() == SpeculativeOptions(has_drafter=True)
+    assert read.speculative_options() == SpeculativeOptions()
 
 
-def test_the_default_model_has_a_drafter_of_its_own_and_another_model_only_the_one_that_is_named() -> None:
-    ours = settings().draft_model_options().model
+@pytest.mark.parametrize("algorithm", ["auto", "dflash"])
+def test_the_default_model_has_a_drafter_and_another_model_only_the_one_that_is_named(algorithm: str) -> None:
+    drafting = ("--speculative-algorithm", algorithm)
+    ours = settings(*drafting).draft_model_options().model
     assert (Path(ours) / "model.safetensors").is_file()
+    assert settings(*drafting).speculative_options().has_drafter
+    named = settings(*drafting, "--speculative-draft-model-path", "some/drafter")
+    assert named.draft_model_options().model == "some/drafter"
     assert (
-        settings("--speculative-draft-model-path", "some/drafter").draft_model_options().model
-        == "some/drafter"
+        not settings("--speculative-algorithm", "auto", "--model", "some/model")
+        .speculative_options()
+        .has_drafter
     )
-    assert not settings("--model", "some/model").speculative_options().has_drafter
-    assert not settings("--speculative-algorithm", "ngram").speculative_options().has_drafter
+    assert not settings().speculative_options().has_drafter
 
 
 def test_two_batch_overlap_can_be_asked_for() -> None:
