@@ -50,6 +50,20 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
 
 
+def assert_unequal_batch_equals(reference: PreTrainedModel, model: CausalLM) -> None:
+    """Sequences of unequal lengths, at unequal stages, give in one batch the logits that each has alone."""
+    prompts = {row: prompt(length, seed=row) for row, length in ((0, 33), (3, 5), (1, 18))}
+    sequences = Sequences(model)
+    first = sequences.extend({row: ids[:-2] for row, ids in prompts.items()})
+    # Prefill of a newcomer beside decode of one sequence and two tokens of another, in one pass.
+    prompts[2] = prompt(14, seed=9)
+    second = sequences.extend({2: prompts[2], 0: prompts[0][-2:-1], 1: prompts[1][-2:], 3: prompts[3][-2:]})
+    third = sequences.extend({0: prompts[0][-1:]})
+    for row, ids in prompts.items():
+        parts = [step[row] for step in (first, second, third) if row in step]
+        assert_close(torch.cat(parts), reference_logits(reference, ids))
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_prefill_chunks_and_decode_equal_transformers(pair: Callable[[str], Pair], name: str) -> None:
     reference, model = pair(name)
@@ -72,17 +86,7 @@ def test_prefill_chunks_and_decode_equal_transformers(pair: Callable[[str], Pair
 def test_a_batch_of_unequal_lengths_equals_each_sequence_alone(
     pair: Callable[[str], Pair], name: str
 ) -> None:
-    reference, model = pair(name)
-    prompts = {row: prompt(length, seed=row) for row, length in ((0, 33), (3, 5), (1, 18))}
-    sequences = Sequences(model)
-    first = sequences.extend({row: ids[:-2] for row, ids in prompts.items()})
-    # Prefill of a newcomer beside decode of one sequence and two tokens of another, in one pass.
-    prompts[2] = prompt(14, seed=9)
-    second = sequences.extend({2: prompts[2], 0: prompts[0][-2:-1], 1: prompts[1][-2:], 3: prompts[3][-2:]})
-    third = sequences.extend({0: prompts[0][-1:]})
-    for row, ids in prompts.items():
-        parts = [step[row] for step in (first, second, third) if row in step]
-        assert_close(torch.cat(parts), reference_logits(reference, ids))
+    assert_unequal_batch_equals(*pair(name))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-moe", "gemma3"])

@@ -16,7 +16,12 @@ from models.options import ModelOptions
 from models.weights import Precision
 from tests.models.harness import Sequences
 from tests.models.hybrid_checkpoints import CHECKPOINTS, make_checkpoint
-from tests.models.test_equals_transformers import assert_close, prompt, reference_logits
+from tests.models.test_equals_transformers import (
+    assert_close,
+    assert_unequal_batch_equals,
+    prompt,
+    reference_logits,
+)
 
 Pair = tuple[PreTrainedModel, CausalLM]
 
@@ -109,14 +114,4 @@ def test_nor_do_they_in_other_precisions(name: str, precision: Precision, tmp_pa
 def test_a_batch_of_unequal_lengths_equals_each_sequence_alone(
     pair: Callable[[str], Pair], name: str
 ) -> None:
-    reference, model = pair(name)
-    prompts = {row: prompt(length, seed=row) for row, length in ((0, 33), (3, 5), (1, 18))}
-    sequences = Sequences(model)
-    first = sequences.extend({row: ids[:-2] for row, ids in prompts.items()})
-    # Prefill of a newcomer beside decode of one sequence and two tokens of another, in one pass.
-    prompts[2] = prompt(14, seed=9)
-    second = sequences.extend({2: prompts[2], 0: prompts[0][-2:-1], 1: prompts[1][-2:], 3: prompts[3][-2:]})
-    third = sequences.extend({0: prompts[0][-1:]})
-    for row, ids in prompts.items():
-        parts = [step[row] for step in (first, second, third) if row in step]
-        assert_close(torch.cat(parts), reference_logits(reference, ids))
+    assert_unequal_batch_equals(*pair(name))
