@@ -21,7 +21,7 @@ from speculative.training.checkpoint import export
 from speculative.training.data import Example, read_examples
 from speculative.training.generate import SELF, Writing, write_out, writings
 from speculative.training.report import Facts, write_card, write_plots
-from speculative.training.start import decoder, shape_for, unused_token
+from speculative.training.start import decoder, shape_for, state_layer_ids, unused_token
 from speculative.training.states import TargetStates
 from speculative.training.trainer import Progress as TrainingProgress
 from speculative.training.trainer import Trainer
@@ -106,7 +106,7 @@ def learn(
     shape = shape_for(target, options, mask)
     digest = target_digest(files)
     states = TargetStates(
-        runner, shape.target_layer_ids, examples, out / RUN / f"states-{digest[:12]}", options.cache_bytes
+        runner, state_layer_ids(shape), examples, out / RUN / f"states-{digest[:12]}", options.cache_bytes
     )
     try:
         trainer = Trainer(target, shape, examples, states, out / RUN, options)

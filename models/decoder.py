@@ -95,7 +95,10 @@ class Decoder(CausalLM):
         return self.ropes[-1] if self.config.is_sliding(layer_id) else self.ropes[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.lm_head(hidden).float()
+        return self.finish_logits(self.lm_head(hidden).float())
+
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the head's products become by the family's divisor and soft cap."""
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         cap = self.config.final_logit_softcap

@@ -6,13 +6,13 @@ as the products. Master weights are float32; computation is in the dtype of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _LOGITS_ROWS = 512  # at a time
-_LEAST = torch.finfo(torch.float32).tiny  # a likelihood that the loss can still tell from 0
 
 
 class _Linear(torch.autograd.Function):
@@ -136,16 +136,18 @@ class _HeadLoss(torch.autograd.Function):
     """The head is frozen, so the gradient by `hidden` is all there is, and is ready with the loss."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
         gradient = torch.empty_like(hidden)
         loss = hidden.new_zeros((), dtype=torch.float32)
         for start in range(0, len(hidden), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
-            label, weight = labels[rows], weights[rows, None]
-            share = (hidden[rows] @ head.t()).softmax(-1)
-            likelihood = share.gather(1, label[:, None])[:, 0].float()
-            loss -= (weight[:, 0] * likelihood.clamp_min(_LEAST).log()).sum()
-            gradient[rows] = ((share @ head).sub_(head[label]) * weight).to(hidden.dtype)
+            logits = hidden[rows] @ head.t()
+            shares = logits.softmax(-1)
+            highest, best = logits.max(-1, keepdim=True)
+            log_total = (highest.float() - shares.gather(1, best).float().log())[:, 0]
+            wanted_logit = torch.linalg.vecdot(hidden[rows].float(), wanted[rows].float())
+            loss += weights[rows].dot(log_total - wanted_logit)
+            gradient[rows] = ((shares @ head).sub_(wanted[rows]) * weights[rows, None]).to(hidden.dtype)
         ctx.save_for_backward(gradient)
         return loss
 
@@ -155,6 +157,16 @@ class _HeadLoss(torch.autograd.Function):
         return gradient * outputs[0].to(gradient.dtype), None, None, None
 
 
-def head_loss(hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Sum of weights * cross-entropy, float32. hidden [N, H], head [V, H], labels int64 [N], weights float32 [N]."""
-    return _HeadLoss.apply(hidden, head, labels, weights)
+def head_loss(hidden: Tensor, head: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    """Sum of weights * cross-entropy against distributions, float32.
+
+    hidden [N, H], head [V, H], weights float32 [N]. wanted [N, H]: the mean row of the head under each distribution,
+    which is all of it that the cross-entropy with a linear head depends on.
+    """
+    return _HeadLoss.apply(hidden, head, wanted, weights)
+
+
+def mean_rows(hidden: Tensor, head: Tensor, finish_logits: Callable[[Tensor], Tensor]) -> Tensor:
+    """The mean row of `head` [V, H] under the distribution that each row of `hidden` [N, H] gives: [N, H]."""
+    parts = [finish_logits(rows @ head.t()).softmax(-1) @ head for rows in hidden.split(_LOGITS_ROWS)]
+    return torch.cat(parts)

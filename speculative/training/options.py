@@ -16,6 +16,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     target_layer_ids: the target's layers that the drafter sees; empty: three, up to the last but one.
     mask_token_id: None: a special token that the data lacks.
     draft_vocab_size: tokens that it can draft, the most frequent ones of the data.
+    soft_share: of the loss, what is against the target's distribution; the rest is against the text's own token.
     decay: offsets over which the weight of a position falls to 1 / e.
     weights: what the drafter is stored in.
     cache_bytes: hidden states that are kept in a file, so that they are computed once.
@@ -32,6 +33,7 @@ class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     warmup_steps: int = 50
     anchors_per_step: int = 192
     anchors_per_example: int = 32
+    soft_share: float = 0.5
     decay: float = 4.0
     weights: Weights = "bfloat16"
     max_length: int = 1024

@@ -60,6 +60,11 @@ def default_layer_ids(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({max(0, num_layers * share // 4 - 1) for share in (2, 3)} | {max(0, num_layers - 2)}))
 
 
+def state_layer_ids(shape: DrafterShape) -> tuple[int, ...]:
+    """Whose outputs training reads: those that the drafter sees, then the last layer's, for the target's own logits."""
+    return (*shape.target_layer_ids, shape.num_target_layers - 1)
+
+
 def unused_token(special_token_ids: Iterable[int], examples: Iterable[Example], vocab_size: int) -> int:
     """A token for the mask: the last special one that no example has, else the last of the vocabulary."""
     seen = {int(token) for example in examples for token in np.unique(example.ids)}

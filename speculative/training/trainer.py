@@ -1,4 +1,9 @@
-"""The training loop: batches of blocks, decay-weighted cross-entropy, AdamW, evaluation and checkpoints."""
+"""The training loop: batches of blocks, decay-weighted cross-entropy, AdamW, evaluation and checkpoints.
+
+The cross-entropy is in part against the token that the text has at a position, in part against the distribution that
+the target has there, by which one text tells far more (Hinton et al., "Distilling the Knowledge in a Neural Network",
+arXiv:1503.02531; for drafters, Zhou et al., "DistillSpec", arXiv:2310.08461).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from speculative.training.checkpoint import load_state, save_state
 from speculative.training.data import Blocks, Example, Sampler, frequent_tokens, held_out
 from speculative.training.evaluation import accept_length
 from speculative.training.model import DrafterShape
-from speculative.training.ops import head_loss
+from speculative.training.ops import head_loss, mean_rows
 from speculative.training.options import TrainingOptions
 from speculative.training.start import dense, empty_drafter, initial_drafter, spread
 from speculative.training.states import TargetStates
@@ -65,7 +70,8 @@ class Trainer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shape, self.options = shape, options
-        self._target, self._examples, self._states = target, examples, states
+        self.states = states
+        self._target, self._examples = target, examples
         self._folder, self._clock = folder, clock
         self._evaluated = [i for i, example in enumerate(examples) if held_out(example)][:_EVALUATED]
         training = [i for i, example in enumerate(examples) if not held_out(example)]
@@ -73,6 +79,7 @@ class Trainer:
             raise ValueError(f"{len(examples)} examples are too few to train and to evaluate on")
         group = max(1, options.anchors_per_step // options.anchors_per_example)
         self._sampler = Sampler(examples, training, group, options.seed)
+        self._features_width = len(shape.target_layer_ids) * shape.hidden_size
         self.device = target.norm.weight.device
         fast = self.device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
         self.dtype = torch.bfloat16 if fast else torch.float32
@@ -83,7 +90,8 @@ class Trainer:
                 (examples[i] for i in training), shape.vocab_size, options.draft_vocab_size
             )
             sample = states.padded(spread(training, 16)).flatten(0, 1)
-            self.drafter = initial_drafter(target, shape, sample[sample.any(1)], options.seed)
+            features = sample[sample.any(1), : self._features_width]
+            self.drafter = initial_drafter(target, shape, features, options.seed)
         else:
             if state["shape"] != msgspec.to_builtins(shape):
                 raise ValueError(f"{folder}: begun with another shape of drafter: {state['shape']}")
@@ -96,9 +104,9 @@ class Trainer:
         )
         if state is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        self._column_of = torch.full((shape.vocab_size,), -1, device=self.device)
+        self._column_of[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=self.device)
         self._head = dense(target.lm_head)[self.draft_token_ids.to(self.device)].to(self.dtype)
-        self._label_of = torch.full((shape.vocab_size,), -1)
-        self._label_of[self.draft_token_ids] = torch.arange(len(self.draft_token_ids))
         self._mask_embedding = self._embed(torch.tensor([shape.mask_token_id]))
 
     @property
@@ -146,9 +154,26 @@ class Trainer:
     @torch.no_grad()
     def predict(self, blocks: Blocks) -> Tensor:
         """The tokens drafted for offsets 1 and up, int64 [G, A, B - 1]."""
-        hidden = self._hidden(blocks)
+        states = self.states.padded(blocks.members).to(self.device)
+        hidden = self._hidden(blocks, states)
         best = [(rows @ self._head.t()).argmax(-1) for rows in hidden.flatten(0, 2).split(_ROWS_PREDICTED)]
         return self.draft_token_ids[torch.cat(best).cpu()].view(hidden.shape[:3])
+
+    @torch.no_grad()
+    def wanted(self, blocks: Blocks, states: Tensor, known: Tensor) -> Tensor:
+        """The mean row of the head, [N, H], that the drafter is to foresee where blocks have `known` tokens.
+
+        states [G, L, width] of the blocks' sequences; known: bool [G, A, B - 1], N of which are true.
+        """
+        sequence, anchor, offset = known.nonzero(as_tuple=True)
+        position = blocks.anchors.to(self.device)[sequence, anchor] + offset
+        before_norm = states[..., -self.shape.hidden_size :][sequence, position]
+        last = self._target.norm(before_norm.to(self._target.dtype)).to(self.dtype)
+        soft = mean_rows(last, self._head, self._target.finish_logits)
+        columns = self._column_of[blocks.tokens[:, :, 1:].to(self.device)[known]]
+        # Of a token that cannot be drafted, what could be in its place is all that there is to learn.
+        share = torch.where(columns >= 0, self.options.soft_share, 1.0).to(self.dtype)
+        return torch.lerp(self._head[columns], soft, share[:, None])
 
     def _evaluate(self, on_evaluation: Callable[[Progress], None]) -> None:
         progress = self.progress
@@ -187,21 +212,21 @@ class Trainer:
             options.anchors_per_example * parts,
         )
         progress.anchors += blocks.anchors.numel()
-        tokens = blocks.tokens[:, :, 1:]
-        labels = torch.where(tokens < 0, -1, self._label_of[tokens.clamp(min=0)]).to(self.device)
-        known = labels >= 0
-        weights = torch.exp(-torch.arange(labels.shape[-1], device=self.device) / options.decay)
-        weights = weights.expand_as(labels)[known]
-        loss = head_loss(self._hidden(blocks)[known], self._head, labels[known], weights / weights.sum())
+        states = self.states.padded(blocks.members).to(self.device)
+        known = (blocks.tokens[:, :, 1:] >= 0).to(self.device)
+        weights = torch.exp(-torch.arange(known.shape[-1], device=self.device) / options.decay)
+        weights = weights.expand(known.shape)[known]
+        hidden = self._hidden(blocks, states)[known]
+        loss = head_loss(hidden, self._head, self.wanted(blocks, states, known), weights / weights.sum())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), _CLIP, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.item()
 
-    def _hidden(self, blocks: Blocks) -> Tensor:
+    def _hidden(self, blocks: Blocks, states: Tensor) -> Tensor:
         """Final hidden states of the masked positions, [G, A, B - 1, H]."""
-        features = self._states.padded(blocks.members).to(self.device, self.dtype)
+        features = states[..., : self._features_width].to(self.dtype)
         embeddings = self._mask_embedding.expand(*blocks.tokens.shape, -1).clone()
         embeddings[:, :, 0] = self._embed(blocks.tokens[:, :, 0])
         return self.drafter(features, embeddings, blocks.anchors.to(self.device))

@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from speculative.training.ops import block_attention, head_loss, linear, rms_norm
 
 G, KV, A, R, B, L, D = 2, 3, 4, 10, 5, 11, 8
-LABELS, WEIGHTS, HEAD = torch.arange(700) % 50, torch.linspace(0, 1, 700), torch.randn(50, D)
+SHARES, WEIGHTS, HEAD = torch.randn(700, 50).softmax(-1), torch.linspace(0, 1, 700), torch.randn(50, D)
 ANCHORS = torch.tensor([[1, 4, 11, 6], [2, 2, 9, 10]])
 BIAS = torch.zeros(G, A, L).masked_fill(torch.arange(L) >= ANCHORS[..., None], -torch.inf)
 
@@ -49,8 +49,8 @@ CASES = {
         [(G, KV, A, R, D), (G, KV, A, B, D), (G, KV, A, B, D), (G, KV, L, D), (G, KV, L, D)],
     ),
     "head_loss": (
-        lambda hidden: head_loss(hidden, HEAD, LABELS, WEIGHTS),
-        lambda hidden: (WEIGHTS * cross_entropy(hidden @ HEAD.T, LABELS, reduction="none")).sum(),
+        lambda hidden: head_loss(hidden, HEAD, SHARES @ HEAD, WEIGHTS),
+        lambda hidden: (WEIGHTS * cross_entropy(hidden @ HEAD.T, SHARES, reduction="none")).sum(),
         [(700, D)],
     ),
 }
@@ -74,9 +74,12 @@ def test_value_and_gradients(name: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_head_loss_where_the_label_has_no_probability_left() -> None:
+def test_head_loss_where_the_wanted_token_has_no_probability_left() -> None:
     hidden = torch.tensor([[400.0]]).requires_grad_()
-    loss = head_loss(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([1]), torch.tensor([1.0]))
+    shares = torch.tensor([[0.0, 1.0]])
+    loss = head_loss(
+        hidden, torch.tensor([[1.0], [-1.0]]), shares @ torch.tensor([[1.0], [-1.0]]), torch.tensor([1.0])
+    )
     loss.backward()
-    assert 80 < loss.item() < 90  # as far as a float32 likelihood goes
+    assert loss.item() == 800.0
     assert hidden.grad is not None and hidden.grad.item() == 2.0

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 from engine.runner import ModelRunner
-from speculative.training.data import Blocks, Example, held_out
+from speculative.training.data import Blocks, Example, blocks_at, held_out
 from speculative.training.evaluation import accept_length
 from speculative.training.options import TrainingOptions
 from speculative.training.report import Facts, plot, write_card, write_plots
-from speculative.training.start import decoder, shape_for
+from speculative.training.start import decoder, shape_for, state_layer_ids
 from speculative.training.states import TargetStates
 from speculative.training.trainer import Progress, Trainer
 
@@ -26,6 +28,7 @@ OPTIONS = TrainingOptions(
     steps=160,
     warmup_steps=10,
     learning_rate=3e-3,
+    soft_share=0.1,  # the texts here are not what this target would write
     anchors_per_step=64,
     anchors_per_example=8,
     checkpoint_seconds=10,
@@ -38,7 +41,7 @@ def trainer(runner: ModelRunner, examples: list[Example]) -> Callable[..., Train
     def make(folder: Path, options: TrainingOptions = OPTIONS) -> Trainer:
         target = decoder(runner.model)
         shape = shape_for(target, options, MASK)
-        states = TargetStates(runner, shape.target_layer_ids, examples, folder / "states", 1 << 30)
+        states = TargetStates(runner, state_layer_ids(shape), examples, folder / "states", 1 << 30)
         seconds: Iterator[float] = iter(range(10**6))  # a step takes one
         return Trainer(target, shape, examples, states, folder, options, clock=lambda: next(seconds))
 
@@ -59,6 +62,31 @@ def test_loss_falls_and_accept_length_rises_on_text_that_was_held_out(
     assert best == [length == max(lengths[: i + 1]) for i, length in enumerate(lengths)]
     assert run.progress.best == max(lengths)
     assert run.share_done == 1.0
+
+
+def test_what_is_to_be_foreseen_is_the_targets_distribution_and_the_texts_token(
+    trainer: Callable[..., Trainer], reference: LlamaForCausalLM, examples: list[Example], tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, TrainingOptions(layers=1, block_size=4, draft_vocab_size=40, soft_share=0.3))
+    members, anchors = [2, 5], [np.array([9, 14]), np.array([20, 33])]
+    blocks = blocks_at(examples, members, anchors, 4)
+    known = blocks.tokens[:, :, 1:] >= 0
+    assert not known.all()  # the last block reaches behind its text
+    head = reference.lm_head.weight.detach()[run.draft_token_ids]
+    expected = []
+    for sequence, anchor, offset in known.nonzero().tolist():
+        position = int(anchors[sequence][anchor]) + offset  # of the token before the one that is foreseen
+        ids = torch.tensor(examples[members[sequence]].ids, dtype=torch.int64)
+        with torch.no_grad():
+            logits = reference(ids[None, : position + 1]).logits[0, -1]
+        soft = logits[run.draft_token_ids].softmax(-1) @ head
+        column = (run.draft_token_ids == ids[position + 1]).nonzero()
+        expected.append(0.3 * soft + 0.7 * head[column[0, 0]] if len(column) else soft)
+    columns = [bool((run.draft_token_ids == token).any()) for token in blocks.tokens[:, :, 1:][known]]
+    assert any(columns) and not all(columns)
+    states = run.states.padded(members)
+    found = run.wanted(blocks, states, known).float()
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0.05 * float(head.std()))
 
 
 class Killed(BaseException):
@@ -132,7 +160,7 @@ def test_too_little_text_is_said(runner: ModelRunner, examples: list[Example], t
     target = decoder(runner.model)
     few = [example for example in examples if not held_out(example)][:2]
     shape = shape_for(target, OPTIONS, MASK)
-    states = TargetStates(runner, shape.target_layer_ids, few, tmp_path / "states", 0)
+    states = TargetStates(runner, state_layer_ids(shape), few, tmp_path / "states", 0)
     with pytest.raises(ValueError, match="2 examples are too few"):
         Trainer(target, shape, few, states, tmp_path, OPTIONS)
 
