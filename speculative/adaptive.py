@@ -19,12 +19,16 @@ FIRST_GUESS = 0.5  # accept rate of a drafter not yet seen
 NEIGHBOUR_WEIGHT = 4.0  # observations that a level's guess is worth
 PRIOR_WEIGHT = 16.0  # observations that all requests together are worth for one of them
 TIMES_KEPT = 9  # step times of one row count, of which the median is believed
+SETTLE_EVERY = 4  # steps after which they are looked at again, once there are so many
 TIMES_NEEDED = 3  # before it is: the first steps of a shape are often slow
 DRIFT = 0.4  # share by which one step moves the pace of all row counts
 SURPRISE = 1.25  # factor by which a step may differ from what was expected and still tell of the pace
 MARGIN = 0.01  # by which drafting must win over plain decoding
 MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is known less well
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
+LOOK_EVERY = (
+    8  # steps after which all draft lengths are weighed again, though no draft looks as if it could pay
+)
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
 THRESHOLDS = tuple(i / 10 for i in range(10))  # at which the worth of drafts is kept
@@ -102,6 +106,7 @@ class StepCostModel:
         self._medians: dict[int, float] = {}  # of the row counts measured often enough
         self._rows: list[int] = []  # the same row counts, ascending
         self._costs: list[float] = []  # what a step with as many costs, ascending, at a pace of 1
+        self._estimates: dict[int, float] = {}  # by row count, at a pace of 1
         self._pace = 1.0
 
     @property
@@ -111,38 +116,42 @@ class StepCostModel:
 
     def observe(self, rows: int, seconds: float, step: int) -> None:
         """A step with `rows` rows took `seconds`."""
-        bucket = _bucket(rows)
-        if bucket in self._medians and self.age(rows, step) < PROBE_AGE:
-            surprise = seconds / self.estimate([rows])[0]
+        bucket, stale = _bucket(rows), self.age(rows, step) >= PROBE_AGE
+        if bucket in self._medians and not stale:
+            surprise = seconds / self.at(rows)
             self._pace *= min(max(surprise, 1 / SURPRISE), SURPRISE) ** DRIFT
-        seconds /= self._pace
         times = self._times.setdefault(bucket, deque(maxlen=TIMES_KEPT))
-        while self.age(rows, step) >= PROBE_AGE and len(times) >= TIMES_NEEDED:
+        while stale and len(times) >= TIMES_NEEDED:
             times.popleft()  # so that two probes outvote old times
-        times.append(seconds)
+        times.append(seconds / self._pace)
         self._seen[bucket] = step
-        if len(times) < TIMES_NEEDED:
-            return
+        # A median of many hardly moves with one: this is done in every step, and most are alike.
+        if len(times) >= TIMES_NEEDED and (stale or len(times) < TIMES_KEPT or step % SETTLE_EVERY == 0):
+            self._settle(bucket, times)
+
+    def _settle(self, bucket: int, times: Iterable[float]) -> None:
         self._medians[bucket] = statistics.median(times)
         self._rows = sorted(self._medians)
         # Fewer rows never take longer: where a measurement says so, that of more rows is believed.
         falling = accumulate((self._medians[known] for known in reversed(self._rows)), min)
         self._costs = list(falling)[::-1]
+        self._estimates.clear()
 
-    def estimate(self, rows: Iterable[int]) -> list[float]:
-        """Seconds that a step takes, for each number of rows: linear between known counts, flat outside them. The
-        hope that more rows cost no more is what makes them be tried."""
-        known, costs, pace = self._rows, self._costs, self._pace
-        estimates = []
-        for count in rows:
-            i = bisect_left(known, count)
-            if i == 0 or i == len(known):
-                seconds = costs[min(i, len(known) - 1)]
-            else:
-                share = (count - known[i - 1]) / (known[i] - known[i - 1])
-                seconds = costs[i - 1] + share * (costs[i] - costs[i - 1])
-            estimates.append(seconds * pace)
-        return estimates
+    def at(self, rows: int) -> float:
+        """Seconds that a step with so many rows takes: linear between known counts, flat outside them. The hope that
+        more rows cost no more is what makes them be tried."""
+        seconds = self._estimates.get(rows)
+        if seconds is None:
+            seconds = self._estimates[rows] = self._interpolated(rows)
+        return seconds * self._pace
+
+    def _interpolated(self, count: int) -> float:
+        known, costs = self._rows, self._costs
+        i = bisect_left(known, count)
+        if i == 0 or i == len(known):
+            return costs[min(i, len(known) - 1)]
+        share = (count - known[i - 1]) / (known[i] - known[i - 1])
+        return costs[i - 1] + share * (costs[i] - costs[i - 1])
 
     def age(self, rows: int, step: int) -> int:
         """Steps since one with about `rows` rows was seen."""
@@ -220,7 +229,7 @@ class PayoffController:
             return []
         rate = self._rate(len(prospects), rows)
         more = min(4 * len(prospects), self.costs.reach - rows)
-        now, then = self.costs.estimate((rows, rows + more))
+        now, then = self.costs.at(rows), self.costs.at(rows + more)
         row_price = rate * (then - now) / more  # tokens that a row has to bring
         gains = sorted(
             (
@@ -232,7 +241,7 @@ class PayoffController:
         )
         if not gains:
             return []
-        seconds = self.draft_costs.estimate(range(1, len(gains) + 1))
+        seconds = map(self.draft_costs.at, range(1, len(gains) + 1))
         gained = accumulate(gain for gain, _ in gains)
         nets = [gain - rate * spent for gain, spent in zip(gained, seconds, strict=True)]
         best = max(range(len(nets)), key=nets.__getitem__)
@@ -252,7 +261,8 @@ class PayoffController:
         it brings more than steps of this shape do in its time.
         """
         self._step += 1
-        if not self.costs.reach:
+        reach = self.costs.reach - rows
+        if reach <= 0:
             return [0] * len(candidates)
         flat = [
             (-chance, owner)
@@ -260,16 +270,16 @@ class PayoffController:
             for chance in candidate.rates.chances(candidate.levels)
         ]
         # Stable, and chances fall within a draft, so what is taken of each draft is its beginning.
-        flat.sort(key=itemgetter(0))
-        del flat[max(self.costs.reach - rows, 0) :]
-        costs = self.costs.estimate(range(rows, rows + len(flat) + 1))
+        if len(candidates) > 1:
+            flat.sort(key=itemgetter(0))
+        del flat[reach:]
+        costs = [self.costs.at(count) for count in range(rows, rows + len(flat) + 1)]
         yields = list(accumulate((-chance for chance, _ in flat), initial=float(rows)))
         self._credit = min(self._credit + PROBE_SHARE * costs[0], MAX_CREDIT * costs[0])
         chosen = self._best(yields, costs, self._rate(len(candidates), rows) if drafting else None)
         chosen = self._probe(chosen, rows, yields, costs)
-        spent = self.draft_costs.estimate([drafting])[0] if drafting else 0.0
-        self._tokens = RATE_KEPT * self._tokens + yields[chosen]
-        self._seconds = RATE_KEPT * self._seconds + costs[chosen] + spent
+        spent = self.draft_costs.at(drafting) if drafting else 0.0
+        self._expect(yields[chosen], costs[chosen] + spent)
         counts = [0] * len(candidates)
         for _, owner in flat[:chosen]:
             counts[owner] += 1
@@ -291,9 +301,13 @@ class PayoffController:
         """The drafting model took `seconds` for so many requests."""
         self.draft_costs.observe(requests, seconds, self._step)
 
+    def _expect(self, tokens: float, seconds: float) -> None:
+        self._tokens = RATE_KEPT * self._tokens + tokens
+        self._seconds = RATE_KEPT * self._seconds + seconds
+
     def _rate(self, candidates: int, rows: int) -> float:
         """Tokens a second of steps of this shape, at least those of a plain one."""
-        plain = rows / self.costs.estimate([rows])[0]
+        plain = rows / self.costs.at(rows)
         if (candidates, rows) != self._shape:
             self._shape = (candidates, rows)
             self._tokens = self._seconds = 0.0
@@ -310,6 +324,8 @@ class PayoffController:
 
     def _probe(self, best: int, rows: int, yields: Sequence[float], costs: Sequence[float]) -> int:
         """`best`, or a number of drafted rows not seen for long, if what that may lose has been saved up."""
+        if self._step % LOOK_EVERY:
+            return best
         sizes = [0, *(1 << i for i in range((len(yields) - 1).bit_length()))]
         stalest = max(sizes, key=lambda n: self.costs.age(rows + n, self._step))
         loss = costs[stalest] - yields[stalest] * costs[best] / yields[best]

@@ -232,8 +232,9 @@ class DraftingWorker(SpeculativeWorker):
         """Compare the last draft with what was emitted, verified or not, so that drafting resumes as soon as it would
         pay. How many of its tokens could be compared, and how many of those agreed before the first that did not."""
         proposal, source.proposal = source.proposal, _NOTHING
+        if not proposal.token_ids:
+            return 0, 0
         pairs = list(zip(proposal.token_ids, request.output_ids[-emitted:], strict=False))
         agreed = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-        if pairs:
-            self._controller.observe(source.rates, proposal.levels[: len(pairs)], agreed)
+        self._controller.observe(source.rates, proposal.levels[: len(pairs)], agreed)
         return len(pairs), agreed

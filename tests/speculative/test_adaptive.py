@@ -249,9 +249,9 @@ def test_the_cost_of_a_step_is_a_median_between_neighbours() -> None:
     costs = StepCostModel()
     for rows, seconds in ((1, 1.0), (1, 9.0), (1, 1.0), (5, 3.0), (5, 3.0)):
         costs.observe(rows, seconds, step=0)
-    assert costs.estimate([1, 5]) == [1.0, 1.0]  # 5 rows are not measured often enough
+    assert [costs.at(rows) for rows in [1, 5]] == [1.0, 1.0]  # 5 rows are not measured often enough
     costs.observe(5, 3.0, step=0)
-    assert costs.estimate([1, 3, 5, 10]) == [1.0, 2.0, 3.0, 3.0]
+    assert [costs.at(rows) for rows in [1, 3, 5, 10]] == [1.0, 2.0, 3.0, 3.0]
     assert costs.reach == 10
 
 
@@ -260,9 +260,9 @@ def test_times_of_long_ago_are_outvoted_by_two_probes() -> None:
     for _ in range(9):
         costs.observe(4, 5.0, step=0)
     costs.observe(4, 1.0, step=1000)
-    assert costs.estimate([4]) == [5.0]
+    assert costs.at(4) == 5.0
     costs.observe(4, 1.0, step=2000)
-    assert costs.estimate([4]) == [1.0]
+    assert costs.at(4) == 1.0
 
 
 def test_fewer_rows_are_never_held_to_cost_more() -> None:
@@ -270,7 +270,7 @@ def test_fewer_rows_are_never_held_to_cost_more() -> None:
     for rows, seconds in ((1, 5.0), (4, 2.0)):
         for _ in range(3):
             costs.observe(rows, seconds, step=0)
-    assert costs.estimate([1, 4]) == [2.0, 2.0]
+    assert [costs.at(rows) for rows in [1, 4]] == [2.0, 2.0]
 
 
 def test_all_row_counts_share_a_pace_that_follows_the_last_steps() -> None:
@@ -281,7 +281,7 @@ def test_all_row_counts_share_a_pace_that_follows_the_last_steps() -> None:
             costs.observe(rows, seconds, step=0)
     for step in range(1, 120):
         costs.observe(1, 1.0 + 0.005 * step, step)
-    one, eight = costs.estimate([1, 8])
+    one, eight = costs.at(1), costs.at(8)
     assert one == pytest.approx(1.6, rel=0.05)
     assert eight == pytest.approx(2 * one, rel=0.25)
 
@@ -292,6 +292,6 @@ def test_one_slow_step_hardly_changes_the_pace_and_not_how_row_counts_compare() 
         for _ in range(9):
             costs.observe(rows, seconds, step=0)
     costs.observe(1, 50.0, step=1)
-    one, eight = costs.estimate([1, 8])
+    one, eight = costs.at(1), costs.at(8)
     assert one == pytest.approx(1.0, rel=0.1)
     assert eight == pytest.approx(2 * one)
