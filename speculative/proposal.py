@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,11 @@ from engine.sampler import SamplingRow, keep, sample, scale
 BOUNDS = np.array([0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.43, 0.52, 0.61, 0.7, 0.78, 0.86, 0.92, 0.97])
 # What each level is worth before anything is known: the middle of its range, as if the drafter were calibrated.
 LEVEL_GUESSES = tuple(((np.concatenate(([0.0], BOUNDS)) + np.concatenate((BOUNDS, [1.0]))) / 2).tolist())
-# Of a row that is sampled only so many of the best tokens get noise: the rest is next to never drawn.
-_CANDIDATES = 256
+# A draft ends behind a token that is less likely than this to be reached and accepted: no row is as cheap.
+_HOPELESS = 0.02
+# Of a row that is sampled only tokens get noise that are likelier than exp(-this) times the best: the others are next
+# to never drawn.
+_REACH = 10.0
 
 Row = npt.NDArray[np.float32]
 MakeSamplingRow = Callable[[Request, int, tuple[int, ...]], SamplingRow]
@@ -54,34 +57,51 @@ def choose(
     sampling_row: MakeSamplingRow,
     before: Proposal = Proposal(),
 ) -> Proposal:
-    """`before`, and a token for each row of `logits` [n, V'] float32: the n tokens that follow it.
+    """`before`, and tokens for the rows of `logits` [n, V'] float32, those that follow it: all n, or as many of the
+    first as there is any hope for.
 
     A greedy request gets the best of each row. A sampled one gets what the target would draw from these logits: with
     its temperature, filters and noise at that position. Penalties, bias and min_tokens apply as they will to the
     target's.
     """
     rows = logits.cpu().numpy()
-    if sampling_row(request, vocabulary.size, before.token_ids).adjusts_logits:
-        tokens, chances = _adjusted(rows, request, vocabulary, sampling_row, before.token_ids)
-    elif request.sampling.temperature == 0:
-        columns = rows.argmax(axis=-1)
-        best = rows[np.arange(len(rows)), columns]
-        tokens = vocabulary.tokens(columns).tolist()
-        chances = (1.0 / np.exp(rows - best[:, None]).sum(axis=-1)).tolist()
-    else:
-        first = request.num_tokens + len(before.token_ids)
-        drawn = [_draw(row, request, first + j, vocabulary) for j, row in enumerate(rows)]
-        tokens, chances = [token for token, _ in drawn], [chance for _, chance in drawn]
+    tokens: list[int] = []
+    chances: list[float] = []
+    hope = 1.0
+    for token, chance in _each(rows, request, vocabulary, sampling_row, before.token_ids):
+        tokens.append(token)
+        chances.append(chance)
+        hope *= chance
+        if hope < _HOPELESS:
+            break
     levels = np.searchsorted(BOUNDS, chances).tolist()
     return Proposal(before.token_ids + tuple(tokens), before.levels + tuple(levels))
 
 
+def _each(
+    rows: npt.NDArray[np.float32],
+    request: Request,
+    vocabulary: DraftVocabulary,
+    sampling_row: MakeSamplingRow,
+    before: tuple[int, ...],
+) -> Iterator[tuple[int, float]]:
+    """The token of each row, and its probability there."""
+    if sampling_row(request, vocabulary.size, before).adjusts_logits:
+        yield from _adjusted(rows, request, vocabulary, sampling_row, before)
+        return
+    first = request.num_tokens + len(before)
+    for position, row in enumerate(rows, start=first):
+        if request.sampling.temperature == 0:
+            column = int(row.argmax())
+            yield int(vocabulary.tokens(np.array(column))), float(1.0 / np.exp(row - row[column]).sum())
+        else:
+            yield _draw(row, request, position, vocabulary)
+
+
 def _draw(row: Row, request: Request, position: int, vocabulary: DraftVocabulary) -> tuple[int, float]:
     """The token at `position`, and its probability."""
-    params, size = request.sampling, len(row)
-    columns: npt.NDArray[np.int64] = np.arange(size)
-    if size > _CANDIDATES:
-        columns = np.sort(np.argpartition(row, size - _CANDIDATES)[size - _CANDIDATES :])
+    params = request.sampling
+    columns = np.flatnonzero(row >= row.max() - _REACH * params.temperature)
     scaled = scale(row[columns], params.temperature)
     if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
         kept = keep(scaled, params.top_k, params.top_p, params.min_p)
@@ -98,18 +118,15 @@ def _adjusted(
     vocabulary: DraftVocabulary,
     sampling_row: MakeSamplingRow,
     before: tuple[int, ...],
-) -> tuple[list[int], list[float]]:
+) -> Iterator[tuple[int, float]]:
     """By the target's own sampler, token after token, over all of its vocabulary."""
-    tokens: list[int] = []
-    chances = []
     for row in rows:
         full = row
         if vocabulary.token_ids is not None:
             full = np.full(vocabulary.size, -np.inf, dtype=np.float32)
             full[vocabulary.token_ids] = row
-        after = sampling_row(request, vocabulary.size, before + tuple(tokens))
+        after = sampling_row(request, vocabulary.size, before)
         (token,) = sample(torch.from_numpy(full[None]), [after]).token_ids
         weights = np.exp(full - full.max())
-        tokens.append(token)
-        chances.append(float(weights[token] / weights.sum()))
-    return tokens, chances
+        before += (token,)
+        yield token, float(weights[token] / weights.sum())

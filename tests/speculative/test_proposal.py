@@ -64,11 +64,27 @@ def test_a_draft_is_what_the_target_would_choose_from_these_logits(
         expected = torch.full_like(logits, -torch.inf)
         expected[:, token_ids] = logits[:, token_ids]
         logits = logits[:, token_ids]
-    proposal = choose(logits, request, DraftVocabulary(VOCAB, token_ids), sampling_row)
-    assert proposal.token_ids == chosen_by_the_target(expected, request)
-    # The same, in two parts.
-    first = choose(logits[:5], request, DraftVocabulary(VOCAB, token_ids), sampling_row)
-    assert choose(logits[5:], request, DraftVocabulary(VOCAB, token_ids), sampling_row, first) == proposal
+    vocabulary = DraftVocabulary(VOCAB, token_ids)
+    chain = Proposal()
+    for row in logits:
+        chain = choose(row[None], request, vocabulary, sampling_row, chain)
+    assert chain.token_ids == chosen_by_the_target(expected, request)
+    # A block is as much of that as there is hope for.
+    block = choose(logits, request, vocabulary, sampling_row)
+    assert block.token_ids == chain.token_ids[: len(block.token_ids)]
+    assert block.levels == chain.levels[: len(block.levels)]
+    assert len(block.levels) == len(block.token_ids) > 0
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0.0}, {"temperature": 0.0, "frequency_penalty": 1e-9}], ids=str
+)
+def test_a_draft_ends_behind_the_first_token_that_is_next_to_never_reached(sampling: dict[str, Any]) -> None:
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.05, 0.9, 0.05], [0.34, 0.33, 0.33]])
+    rows = probabilities[[0, 0, 1, 0, 0, 0, 0, 2, 0]].log()  # 0.5^6 * 0.9 = 0.014
+    vocabulary = DraftVocabulary(VOCAB, np.arange(3))
+    proposal = choose(rows, make_request(**sampling), vocabulary, sampling_row)
+    assert proposal.token_ids == (0, 0, 1, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
