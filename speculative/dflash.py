@@ -58,8 +58,7 @@ class DFlash(FeatureDrafter):
             return len(slots)
         self.flush()
         first = 0 if self._window is None else max(0, len(slots) - self._window)
-        missing = (~self.valid[self.tensor(slots[first:])]).nonzero()
-        return first + int(missing[0]) if len(missing) else len(slots)
+        return first + self.num_filled(slots[first:])
 
     def write(self, spans: Sequence[Span], captured: torch.Tensor) -> None:
         pool = self.runner.kv_pool

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.request import Request, SamplingParams
@@ -36,7 +38,7 @@ class Drafter(ABC):
         self.num_draft_tokens = num_draft_tokens
         self.scratch_size = num_draft_tokens  # slots for what is drafted for a request
         self.vocabulary = DraftVocabulary(vocab_size)
-        self.valid = torch.empty(0, dtype=torch.bool)
+        self._valid: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
     @property
     def promised_accept_length(self) -> float | None:
@@ -47,7 +49,7 @@ class Drafter(ABC):
         """Start-up, once the runner is up."""
         pool = self.runner.kv_pool
         assert pool is not None
-        self.valid = torch.zeros(pool.num_slots, dtype=torch.bool, device=self.runner.device)
+        self._valid = np.zeros(pool.num_slots, dtype=np.bool_)
 
     def time_draft(self) -> float:
         """Seconds that a draft for one request takes. For start-up, when all slots are free."""
@@ -71,18 +73,30 @@ class Drafter(ABC):
         """How many of `slots`, a cached prefix, the target need not compute again for this drafter."""
         return len(slots)
 
-    def target_wrote(
-        self, steps: Sequence[SequenceStep], slots: torch.Tensor, captured: Mapping[int, torch.Tensor]
-    ) -> None:
-        """The target has computed `steps`, the tokens of which are in `slots` ([T], in order). `captured` are the
-        outputs of `capture_layers`, [T, hidden_size] each.
+    def target_wrote(self, steps: Sequence[SequenceStep], captured: Mapping[int, torch.Tensor]) -> None:
+        """The target has computed `steps`, T tokens. `captured` are the outputs of `capture_layers`, [T, hidden_size]
+        each.
 
-        What the drafter had in these slots belongs to other tokens, but for those of the tree: they are only computed
+        What the drafter had in their slots belongs to other tokens, but for those of the tree: they are only computed
         again.
         """
-        if any(step.request.tree_len > step.request.cached_len for step in steps):
-            slots = slots[self.tensor(_new_rows(steps))]
-        self.valid.index_fill_(0, slots, False)
+        for step in steps:
+            request, start = step.request, step.request.cached_len
+            end = start + step.num_tokens + len(step.drafts)
+            self._valid[request.slots[max(start, request.tree_len) : end]] = False
+
+    def fill(self, slots: Sequence[int]) -> None:
+        """The drafter's entries in `slots` are those of the tokens that are there."""
+        self._valid[slots] = True
+
+    def filled(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """For which of `slots` that is so, [len(slots)]."""
+        return self._valid[slots]
+
+    def num_filled(self, slots: Sequence[int]) -> int:
+        """For how many of the first of `slots` that is so without a gap."""
+        missing = np.flatnonzero(~self.filled(slots))
+        return int(missing[0]) if len(missing) else len(slots)
 
     @abstractmethod
     def committed(self, request: Request, num_tokens: int) -> None:
@@ -113,15 +127,3 @@ class Drafter(ABC):
     def tensor(self, values: Sequence[int]) -> torch.Tensor:
         """[N] int64 on the drafter's device."""
         return torch.tensor(values, dtype=torch.int64, device=self.runner.device)
-
-
-def _new_rows(steps: Sequence[SequenceStep]) -> list[int]:
-    """Which of the rows of `steps` are not of the tree."""
-    rows: list[int] = []
-    offset = 0
-    for step in steps:
-        end = offset + step.num_tokens + len(step.drafts)
-        again = max(step.request.tree_len - step.request.cached_len, 0)
-        rows += range(min(offset + again, end), end)
-        offset = end
-    return rows

@@ -116,7 +116,7 @@ class DraftingWorker(SpeculativeWorker):
         following = [step for step in steps if self._uses_model(step.request) and drafter.room(step.request)]
         batch = self.runner.batch(steps, drafter.capture_layers if following else ())
         result = self.runner.forward(batch)
-        drafter.target_wrote(steps, batch.out_slots, result.captured)
+        drafter.target_wrote(steps, result.captured)
         for step in following:
             if step.samples and step.num_tokens > 1:
                 self._prompt_slots[step.request] = list(step.request.slots)

@@ -55,8 +55,7 @@ class FeatureChain(FeatureDrafter):
         if not slots or not self.fits(len(slots)):
             return len(slots)
         self.flush()
-        missing = (~self.valid[self.tensor(slots[1:])]).nonzero()  # the first token has no entry
-        return int(missing[0]) if len(missing) else len(slots) - 1
+        return self.num_filled(slots[1:])  # the first token has no entry
 
     def write(self, spans: Sequence[Span], captured: torch.Tensor) -> None:
         pool = self.runner.kv_pool

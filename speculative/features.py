@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -66,10 +67,8 @@ class FeatureDrafter(Drafter):
         captured: [T, capture layers * hidden_size], the outputs of those layers side by side, span after span.
         """
 
-    def target_wrote(
-        self, steps: Sequence[SequenceStep], slots: torch.Tensor, captured: Mapping[int, torch.Tensor]
-    ) -> None:
-        super().target_wrote(steps, slots, captured)
+    def target_wrote(self, steps: Sequence[SequenceStep], captured: Mapping[int, torch.Tensor]) -> None:
+        super().target_wrote(steps, captured)
         self._offsets.clear()
         if self._captured and not self._captured[-1].rows:
             self._captured.pop()
@@ -96,10 +95,12 @@ class FeatureDrafter(Drafter):
         self.flush()
         pool = self.runner.kv_pool
         assert pool is not None
-        old, new = self.tensor(old_slots), self.tensor(request.slots[: len(old_slots)])
-        lacking = (old != new) & self.valid[old] & ~self.valid[new]
-        pool.copy(old[lacking], new[lacking])
-        self.valid.index_fill_(0, new[lacking], True)
+        new_slots = request.slots[: len(old_slots)]
+        # A slot that stays is filled both before and after, or neither.
+        lacking = self.filled(old_slots) & ~self.filled(new_slots)
+        old, new = list(compress(old_slots, lacking)), list(compress(new_slots, lacking))
+        pool.copy(self.tensor(old), self.tensor(new))
+        self.fill(new)
         self.counts.pop(request, None)
 
     @torch.inference_mode()
@@ -134,13 +135,13 @@ class FeatureDrafter(Drafter):
             written.setdefault(request, []).extend(request.slots[start:end])
         for request, own in written.items():
             self._append(request, own)
-        self.valid.index_fill_(0, self.tensor([slot for own in written.values() for slot in own]), True)
+            self.fill(own)
 
     def rebuild(self, request: Request, end: int) -> None:
         """Write the request's row of the table anew, with what the drafter has of its first `end` tokens."""
-        slots = self.tensor(request.slots[:end])
+        slots = request.slots[:end]
         self.counts[request] = 0
-        self._append(request, slots[self.valid[slots]].tolist())
+        self._append(request, list(compress(slots, self.filled(slots))))
 
     def _append(self, request: Request, slots: Sequence[int]) -> None:
         """Continue the context of the request's row with `slots`, and put its scratch slots behind it."""

@@ -79,7 +79,7 @@ class Standalone(Drafter):
         proposals = draft_chains(next_logits, requests, limits, self.vocabulary, sampling_row)
         for request in requests:
             self._known[request] = request.cached_len
-            self.valid.index_fill_(0, self.tensor(request.slots[: request.cached_len]), True)
+            self.fill(request.slots[: request.cached_len])
         return proposals
 
     def committed(self, request: Request, num_tokens: int) -> None:
@@ -96,9 +96,7 @@ class Standalone(Drafter):
         known, end = self._known.get(request, -1), request.cached_len
         start = known
         if known < 0:
-            slots = self.tensor(request.slots[:end])
-            missing = (~self.valid[slots]).nonzero()
-            known, start = (int(missing[0]) if len(missing) else end), 0
+            known, start = self.num_filled(request.slots[:end]), 0
         room = table.tensor.shape[1] - start
         table.write(request.table_row, start, [*request.slots[start:end], *self.scratch(request)][:room])
         ids = request.token_ids(known, request.num_tokens)
