@@ -60,6 +60,7 @@ class DFlashDrafter(Decoder):
         super().__init__(config, source, (embedding, head))
         self.draft_token_ids = token_ids
         self.block_size = dflash.block_size
+        self.short_block_size = dflash.short_block_size or dflash.block_size
         self.mask_token_id = dflash.mask_token_id
         self.target_layer_ids = dflash.target_layer_ids
         hidden, eps = config.hidden_size, config.rms_norm_eps

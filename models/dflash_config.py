@@ -16,13 +16,14 @@ _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`dflash_config` as published `z-lab/*-DFlash` checkpoints have it; the last three keys are Tandem's own.
+    """`dflash_config` as published `z-lab/*-DFlash` checkpoints have it; the last four keys are Tandem's own.
 
     block_size: rows of a block pass, the last token included.
     target_layer_ids: the target's layers whose outputs the drafter reads, in the order of the columns of `fc`.
     causal: None: sliding layers see no later token of the block, the others see all of it. Else so for all layers.
     input_embedding_scale: of the target's embedding; None: as the target scales it.
     draft_vocab_size: tokens of the drafter's own vocabulary, listed in the tensor `draft_token_ids`. None: all.
+    short_block_size: rows of a shorter pass that it was trained for as well. None: of none.
     target_digest: of the target it was trained on (`speculative.pairing.target_digest`).
     accept_length: that its card promises.
     """
@@ -34,6 +35,7 @@ class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
     causal: bool | None = None
     input_embedding_scale: float | None = None
     draft_vocab_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    short_block_size: Annotated[int, msgspec.Meta(ge=2)] | None = None
     target_digest: str | None = None
     accept_length: float | None = None
 

@@ -217,14 +217,17 @@ class PayoffController:
 
     def __init__(self) -> None:
         self.costs = StepCostModel()
-        self.draft_costs = StepCostModel()  # of the drafting model, by number of requests
+        self.draft_costs = StepCostModel()  # of the drafting model, by rows of its pass
         self._step = 0
         self._credit = 0.0  # seconds that probing may lose now
         self._shape = (0, 0)  # of the last step: candidates, and rows without drafts
         self._tokens = self._seconds = 0.0  # expected of the last steps of that shape
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
-        """For which prospects to run the drafting model. Asked before `plan`, with the same requests and `rows`."""
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
+        """For which prospects to run the drafting model. Asked before `plan`, with the same requests and `rows`.
+
+        pass_rows: rows of the drafting model's pass for each of them.
+        """
         if self.costs.reach <= rows or not self.draft_costs.reach:
             return []
         rate = self._rate(len(prospects), rows)
@@ -241,7 +244,7 @@ class PayoffController:
         )
         if not gains:
             return []
-        seconds = map(self.draft_costs.at, range(1, len(gains) + 1))
+        seconds = [self.draft_costs.at(count * pass_rows) for count in range(1, len(gains) + 1)]
         gained = accumulate(gain for gain, _ in gains)
         nets = [gain - rate * spent for gain, spent in zip(gained, seconds, strict=True)]
         best = max(range(len(nets)), key=nets.__getitem__)
@@ -257,8 +260,8 @@ class PayoffController:
         """How many tokens to verify for each candidate, at most as many as it has.
 
         `rows` are the rows of the step without drafts: one a decoding request, and those of prompt chunks.
-        `drafting`: for how many requests the drafting model was run. Its time is spent then, so a row is worth it if
-        it brings more than steps of this shape do in its time.
+        `drafting`: rows of the drafting model's pass, if it was run. Its time is spent then, so a row is worth it if it
+        brings more than steps of this shape do in its time.
         """
         self._step += 1
         reach = self.costs.reach - rows
@@ -297,9 +300,9 @@ class PayoffController:
         """A step with `rows` rows, drafted ones included, took `seconds`. Steps measured at start-up are welcome."""
         self.costs.observe(rows, seconds, self._step)
 
-    def observe_drafting(self, requests: int, seconds: float) -> None:
-        """The drafting model took `seconds` for so many requests."""
-        self.draft_costs.observe(requests, seconds, self._step)
+    def observe_drafting(self, rows: int, seconds: float) -> None:
+        """The drafting model took `seconds` for a pass of so many rows."""
+        self.draft_costs.observe(rows, seconds, self._step)
 
     def _expect(self, tokens: float, seconds: float) -> None:
         self._tokens = RATE_KEPT * self._tokens + tokens

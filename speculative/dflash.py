@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from backends.forward import ForwardBatch, ForwardMode
@@ -73,41 +71,54 @@ class DFlash(FeatureDrafter):
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
     ) -> list[Proposal]:
         self.catch_up(requests)
-        drafted = self.num_draft_tokens - 1
-        logits = self.runner.forward(self._block(requests)).logits.view(len(requests), drafted, -1)
+        size = self._size(limits)
+        logits = self.runner.forward(self._block(requests, size)).logits.view(len(requests), size - 1, -1)
         return [
             choose(rows[:limit], request, self.vocabulary, sampling_row)
             for rows, request, limit in zip(logits, requests, limits, strict=True)
         ]
 
+    @property
+    def short_draft(self) -> int:
+        return min(self._model.short_block_size, self.num_draft_tokens) - 1
+
+    def pass_rows(self, limits: Sequence[int]) -> int:
+        return len(limits) * self._size(limits)
+
+    def _size(self, limits: Sequence[int]) -> int:
+        """Rows of each request's block."""
+        return (self.short_draft if max(limits) <= self.short_draft else self.num_draft_tokens - 1) + 1
+
     def fits(self, num_tokens: int) -> bool:
         """Whether a block behind so many tokens, the last of which begins it, is within all limits."""
         return num_tokens - 1 + self.num_draft_tokens <= self._limit
 
-    def _block(self, requests: Sequence[Request]) -> ForwardBatch:
-        """The last token of each request, and masks at the positions behind it."""
+    def _block(self, requests: Sequence[Request], size: int) -> ForwardBatch:
+        """The last token of each request, and masks at the `size - 1` positions behind it."""
         pool, table = self.runner.kv_pool, self.runner.slot_table
         assert pool is not None and table is not None
-        count, size = len(requests), self.num_draft_tokens
-        ids = np.full((count, size), self._model.mask_token_id)
-        ids[:, 0] = [request.token_ids(request.num_tokens - 1, request.num_tokens)[0] for request in requests]
-        offsets = np.arange(size)
-        positions = np.array([request.num_tokens - 1 for request in requests])[:, None] + offsets
-        scratch = np.array([self.scratch(request).start for request in requests])[:, None] + offsets
-        wanted = np.arange(count * size).reshape(count, size)[:, 1:]
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        wanted: list[int] = []
+        masks = [self._model.mask_token_id] * (size - 1)
+        for request in requests:
+            last = request.num_tokens - 1
+            wanted += range(len(ids) + 1, len(ids) + size)
+            ids += request.token_ids(last, last + 1)
+            ids += masks
+            positions += range(last, last + size)
+            slots += self.scratch(request)[:size]
         return ForwardBatch(
             mode=ForwardMode.DRAFT_EXTEND,
-            input_ids=self._device(ids),
-            positions=self._device(positions),
-            out_slots=self._device(scratch),
-            query_lens=(size,) * count,
+            input_ids=self.tensor(ids),
+            positions=self.tensor(positions),
+            out_slots=self.tensor(slots),
+            query_lens=(size,) * len(requests),
             context_lens=tuple(self.counts[request] + size for request in requests),
             slot_table=table.tensor,
             table_rows=tuple(request.table_row for request in requests),
-            logits_rows=self._device(wanted),
+            logits_rows=self.tensor(wanted),
             kv_pool=pool,
             causal=False,
         )
-
-    def _device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(self.runner.device)

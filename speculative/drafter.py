@@ -41,6 +41,15 @@ class Drafter(ABC):
         self._valid: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
 
     @property
+    def short_draft(self) -> int:
+        """Tokens of a draft that costs less than the longest; as many as that has where none does."""
+        return self.num_draft_tokens - 1
+
+    def pass_rows(self, limits: Sequence[int]) -> int:
+        """What `propose` with these limits costs goes by this number."""
+        return len(limits)
+
+    @property
     def promised_accept_length(self) -> float | None:
         """What the model's card says, if it says so."""
         return None
@@ -51,8 +60,8 @@ class Drafter(ABC):
         assert pool is not None
         self._valid = np.zeros(pool.num_slots, dtype=np.bool_)
 
-    def time_draft(self) -> float:
-        """Seconds that a draft for one request takes. For start-up, when all slots are free."""
+    def time_draft(self, limit: int) -> float:
+        """Seconds that a draft of `limit` tokens for one request takes. For start-up, when all slots are free."""
         request = Request("warm-up", [0, 0], SamplingParams(temperature=0.0), sink=lambda event: None)
         request.slots, request.cached_len, request.table_row = [0], 1, 0
 
@@ -60,7 +69,7 @@ class Drafter(ABC):
             return SamplingRow.of(request, (), drafts=drafts)
 
         start = time.perf_counter()
-        self.propose([request], [self.num_draft_tokens - 1], sampling_row)
+        self.propose([request], [limit], sampling_row)
         seconds = time.perf_counter() - start
         self.forget(request)
         return seconds

@@ -35,12 +35,14 @@ class _Source:
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept for a request. `worth` is that of the model's drafts for it."""
+    """What is kept for a request. `worth` is that of the model's drafts for it; `long`: the last one of them was worth
+    verifying to its end, or beyond what a short one has."""
 
     lookup: _Source
     model: _Source
     worth: DraftWorth
     index: NgramIndex | None = None
+    long: bool = False
 
 
 class DraftingWorker(SpeculativeWorker):
@@ -71,14 +73,17 @@ class DraftingWorker(SpeculativeWorker):
         super().warm_up()
         if self._drafter is not None:
             self._drafter.prepare()
-            self._drafter.time_draft()
+            self._drafter.time_draft(self._drafter.num_draft_tokens - 1)
         most = min(self._options.num_draft_tokens, self.runner.max_context_len)
         sizes = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         for rows in sizes * TIMES_NEEDED:
             self._controller.observe_step(rows, self.runner.time_pass(rows))
-        for _ in range(TIMES_NEEDED):
-            if self._drafter is not None:
-                self._controller.observe_drafting(1, self._drafter.time_draft())
+        if self._drafter is None:
+            return
+        for limit in sorted({self._drafter.short_draft, self._drafter.num_draft_tokens - 1}) * TIMES_NEEDED:
+            self._controller.observe_drafting(
+                self._drafter.pass_rows([limit]), self._drafter.time_draft(limit)
+            )
 
     def max_draft_tokens(self, request: Request) -> int:
         asked = request.speculation.num_draft_tokens
@@ -100,6 +105,8 @@ class DraftingWorker(SpeculativeWorker):
         lengths = self._controller.plan(
             [Candidate(source.rates, source.proposal.levels) for source in chosen], rows, drafting
         )
+        if drafting:
+            self._note_lengths(states, chosen, lengths)
         return [source.proposal.token_ids[:length] for source, length in zip(chosen, lengths, strict=True)]
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
@@ -187,13 +194,15 @@ class DraftingWorker(SpeculativeWorker):
     def _run_model(
         self, requests: Sequence[Request], states: Sequence[_Drafting], limits: Sequence[int], rows: int
     ) -> int:
-        """Have the model draft for those that it pays for; returns for how many."""
+        """Have the model draft for those that it pays for; returns the rows of its pass."""
         drafter = self._drafter
         if drafter is None:
             return 0
         rooms = [
-            min(limit, drafter.room(request)) if self._uses_model(request) else 0
-            for request, limit in zip(requests, limits, strict=True)
+            min(limit, drafter.room(request), *(() if state.long else (drafter.short_draft,)))
+            if self._uses_model(request)
+            else 0
+            for request, state, limit in zip(requests, states, limits, strict=True)
         ]
         if not any(rooms):
             return 0
@@ -204,21 +213,29 @@ class DraftingWorker(SpeculativeWorker):
             )
             for state, room in zip(states, rooms, strict=True)
         ]
-        chosen = self._controller.choose(prospects, rows)
+        chosen = self._controller.choose(prospects, rows, drafter.pass_rows([max(rooms)]))
         if not chosen:
             return 0
         start = time.perf_counter()
-        proposals = drafter.propose(
-            [requests[i] for i in chosen], [rooms[i] for i in chosen], self.sampling_row
-        )
-        self._controller.observe_drafting(len(chosen), time.perf_counter() - start)
+        within = [rooms[i] for i in chosen]
+        proposals = drafter.propose([requests[i] for i in chosen], within, self.sampling_row)
+        pass_rows = drafter.pass_rows(within)
+        self._controller.observe_drafting(pass_rows, time.perf_counter() - start)
         for i, proposal in zip(chosen, proposals, strict=True):
             source = states[i].model
             source.proposal = proposal
             chances = source.rates.chances(proposal.levels)
             states[i].worth.observe(chances)
             self._worth.observe(chances)
-        return len(chosen)
+        return pass_rows
+
+    def _note_lengths(
+        self, states: Sequence[_Drafting], chosen: Sequence[_Source], lengths: Sequence[int]
+    ) -> None:
+        assert self._drafter is not None
+        for state, source, length in zip(states, chosen, lengths, strict=True):
+            if source is state.model:
+                state.long = length >= self._drafter.short_draft
 
     @staticmethod
     def _better(state: _Drafting) -> _Source:

@@ -56,6 +56,7 @@ def published_config(shape: DrafterShape, extra: Mapping[str, Any]) -> dict[str,
         "model_type": "qwen3",
         "block_size": shape.block_size,
         "dflash_config": {
+            "short_block_size": shape.short_block_size,
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": list(shape.target_layer_ids),
             **extra,

@@ -37,6 +37,11 @@ class DrafterShape(msgspec.Struct, frozen=True, kw_only=True):
     num_target_layers: int
     rope_theta: float
 
+    @property
+    def short_block_size(self) -> int | None:
+        """Rows of the shorter blocks that it is trained for as well; None for blocks too short for that."""
+        return self.block_size // 2 if self.block_size >= 4 else None
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, in x's dtype."""

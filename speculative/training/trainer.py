@@ -204,7 +204,7 @@ class Trainer:
             group["lr"] = options.learning_rate * self._schedule()
         # Every other step takes twice as many blocks of half the size: what is drafted first is accepted most
         # often, and a drafter that knows shorter blocks can be asked for one.
-        parts = 2 if progress.step % 2 and self.shape.block_size >= 4 else 1
+        parts = 2 if progress.step % 2 and self.shape.short_block_size is not None else 1
         blocks = self._sampler.batch(
             progress.epoch,
             progress.batch,

@@ -95,9 +95,12 @@ class Pair:
         reference = LlamaForCausalLM.from_pretrained(target)
         return cls(runner, draft, reference, folder / "draft", load_tokenizer(runner.files), cache, attention)
 
-    def proposals_of_reference(self, token_ids: Sequence[int], known: range | None = None) -> tuple[int, ...]:
+    def proposals_of_reference(
+        self, token_ids: Sequence[int], known: range | None = None, block_size: int = BLOCK
+    ) -> tuple[int, ...]:
         """What a drafter proposes after `token_ids` that knows the positions `known` (None: all before the last)."""
         model, reference = self.reference, ReferenceDrafter(self.draft_folder)
+        reference.config["dflash_config"]["block_size"] = block_size
         last = len(token_ids) - 1
         known = range(last) if known is None else known
         with torch.inference_mode():
@@ -165,7 +168,7 @@ class Recorded(Recording, DFlash):
 class Everything(PayoffController):
     """Has everything drafted and verified."""
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
         return [i for i, prospect in enumerate(prospects) if prospect.worth is not None]
 
     def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:

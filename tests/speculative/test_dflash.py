@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import OutputEvent, Request, SpeculationParams
-from speculative.adaptive import Prospect
+from speculative.adaptive import Candidate, Prospect
 from speculative.alarm import WINDOW
 from speculative.features import MAX_PENDING
 from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
@@ -133,9 +133,9 @@ class NotBefore(Everything):
         super().__init__()
         self.steps = steps
 
-    def choose(self, prospects: Sequence[Prospect], rows: int) -> list[int]:
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
         self.steps -= 1
-        return super().choose(prospects, rows) if self.steps < 0 else []
+        return super().choose(prospects, rows, pass_rows) if self.steps < 0 else []
 
 
 def test_drafting_that_begins_late_knows_all_that_came_before(
@@ -308,6 +308,31 @@ def test_a_shorter_block_may_be_asked_for(served: Served, truths: list[list[int]
     (reply,) = served.ask_together((request, receiver))
     assert reply.token_ids == truths[0][:LENGTH]
     assert 0 < reply.stats.drafted_tokens <= 2 * reply.stats.verify_steps
+
+
+class AtMost(Everything):
+    """Has only the first so many tokens of a draft verified."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
+        return [min(length, self.tokens) for length in super().plan(candidates, rows, drafting)]
+
+
+@pytest.mark.parametrize(("verified", "expected"), [(1, [3, 3, 3]), (BLOCK, [3, BLOCK, BLOCK])])
+def test_a_drafter_that_knows_short_blocks_drafts_long_ones_where_short_ones_are_used_up(
+    pair: Pair, truths: list[list[int]], monkeypatch: pytest.MonkeyPatch, verified: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(pair.draft.model, "short_block_size", 3)
+    monkeypatch.setattr("speculative.proposal._HOPELESS", 0.0)
+    with serving(pair, controller=AtMost(verified)) as served:
+        know(served, truths)
+        reply = served.ask(PROMPTS[0], max_tokens=LENGTH)
+    assert reply.token_ids == truths[0][:LENGTH]
+    for (text, proposed), size in zip(reply.proposed, expected, strict=False):
+        assert proposed == pair.proposals_of_reference(text, block_size=size)
 
 
 # The target needs room for a draft and the token after it, the drafter for its whole block.
