@@ -128,6 +128,8 @@ class _Reader:
         nested = _TEXT_MODELS.get(str(config.get("model_type")))
         if nested is not None and isinstance(text, Mapping):
             config = {"model_type": nested, **text}
+            if "tie_word_embeddings" in outer:  # the head is the whole model's
+                config["tie_word_embeddings"] = outer["tie_word_embeddings"]
         self.model_type = self._model_type(outer, config)
         # Token ids and dtype stand beside text_config in a nested file.
         shared = {
@@ -265,7 +267,9 @@ class _Reader:
                 "num_experts": self._int("num_local_experts", self._int("num_experts")),
                 "num_experts_per_tok": self._int("num_experts_per_tok"),
                 "moe_intermediate_size": self._int("moe_intermediate_size"),
-                "norm_topk_prob": bool(self.values.get("norm_topk_prob")),
+                # Qwen3.5 has no such key, and its model always does.
+                "norm_topk_prob": self.model_type == "qwen3_5_moe_text"
+                or bool(self.values.get("norm_topk_prob")),
                 "sparse_layers": self._sparse_layers(layers),
             }
         if not self.model_type.startswith("deepseek"):

@@ -12,6 +12,7 @@ LayerType = Literal["full_attention", "sliding_attention", "linear_attention", "
 
 MAX_LAYERS = 10_000  # what a corrupt file says must not make lists without end
 
+_STATEFUL = frozenset[LayerType](("linear_attention", "conv"))
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
@@ -45,6 +46,9 @@ def values(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers {layers} is more than any model has")
+    for key in ("hidden_act", "mamba_hidden_act"):  # of the convolution, too
+        if (config.get(key) or "silu") not in ("silu", "swish"):
+            raise ValueError(f"{key} {config[key]!r} is not supported (silu is)")
     return {**config, **_FAMILIES[model_type].values(config)}
 
 
@@ -54,7 +58,10 @@ def fields(model_type: str, config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = msgspec.convert(named, tuple[LayerType, ...])
     if len(kinds) != config["num_hidden_layers"]:
         raise ValueError(f"{len(kinds)} layer types for {config['num_hidden_layers']} layers")
-    return {**_FAMILIES[model_type].fields(config), "layer_types": kinds, "has_mamba_layers": True}
+    found = {**_FAMILIES[model_type].fields(config), "layer_types": kinds}
+    if _STATEFUL.isdisjoint(kinds):  # such as the smaller ones of Granite 4
+        return found | {"state": None}
+    return found | {"has_mamba_layers": True}
 
 
 class _DeltaKeys(msgspec.Struct):
@@ -200,7 +207,9 @@ def _nemotron_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": len(kinds),
         "partial_rotary_factor": 0.0,
         "rms_norm_eps": config["layer_norm_epsilon"],
+        # transformers' class heeds neither.
         "attention_bias": False,
+        "tie_word_embeddings": False,
     }
 
 

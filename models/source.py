@@ -35,6 +35,7 @@ def _text_model_name(name: str) -> str | None:
         "model.vision_tower.",
         "model.multi_modal_projector.",
         "model.mm_projector.",
+        "model.visual.",
     )
     return None if name.startswith(vision) else name
 

@@ -17,8 +17,12 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
@@ -65,10 +69,38 @@ def _qwen3_5(**changes: Any) -> PreTrainedModel:
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**_SHAPE, **_ATTENTION, **_DELTA, **changes}))
 
 
+_WITHOUT_MLP = {key: value for key, value in _ATTENTION.items() if key != "intermediate_size"}
+
+
 def _qwen3_5_moe(**changes: Any) -> PreTrainedModel:
-    attention = {key: value for key, value in _ATTENTION.items() if key != "intermediate_size"}
-    config = Qwen3_5MoeTextConfig(**{**_SHAPE, **attention, **_DELTA, **_EXPERTS, **changes})
+    config = Qwen3_5MoeTextConfig(**{**_SHAPE, **_WITHOUT_MLP, **_DELTA, **_EXPERTS, **changes})
     return Qwen3_5MoeForCausalLM(config)
+
+
+_NESTED: dict[str, Any] = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+    },
+    "attn_implementation": "eager",
+}
+_TEXT = {key: value for key, value in _SHAPE.items() if key != "attn_implementation"}
+
+
+def _qwen3_5_multimodal(**changes: Any) -> PreTrainedModel:
+    text = {**_TEXT, **_ATTENTION, **_DELTA}
+    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, **_NESTED, **changes))
+
+
+def _qwen3_5_moe_multimodal() -> PreTrainedModel:
+    text = {**_TEXT, **_WITHOUT_MLP, **_DELTA, **_EXPERTS}
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, **_NESTED))
 
 
 def _lfm2(**changes: Any) -> PreTrainedModel:
@@ -124,22 +156,62 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3-next-equal-heads": lambda: _qwen3_next(
         linear_num_key_heads=4, linear_value_head_dim=16, attention_bias=True, tie_word_embeddings=True
     ),
+    "qwen3-next-yarn": lambda: _qwen3_next(
+        rms_norm_eps=0.02,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
     "qwen3-5": _qwen3_5,
     "qwen3-5-tied": lambda: _qwen3_5(
         tie_word_embeddings=True, layer_types=["linear_attention"] * 3 + ["full_attention"]
     ),
+    "qwen3-5-biases": lambda: _qwen3_5(
+        attention_bias=True,
+        linear_conv_kernel_dim=2,
+        linear_num_key_heads=1,
+        rope_parameters={  # as published: a text's positions are the same in all sections
+            "rope_type": "default",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    ),
+    "qwen3-5-multimodal": _qwen3_5_multimodal,
+    "qwen3-5-multimodal-tied": lambda: _qwen3_5_multimodal(tie_word_embeddings=True),
     "qwen3-5-experts": _qwen3_5_moe,
+    "qwen3-5-experts-always-normalised": lambda: _qwen3_5_moe(norm_topk_prob=False, num_experts_per_tok=3),
+    "qwen3-5-experts-multimodal": _qwen3_5_moe_multimodal,
     "lfm2": _lfm2,
     "lfm2-biases": lambda: _lfm2(
         conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False, tie_word_embeddings=False
+    ),
+    "lfm2-layer-types": lambda: _lfm2(
+        full_attn_idxs=None,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        norm_eps=0.02,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
     "mamba2": _mamba2,
     "mamba2-biases": lambda: _mamba2(
         use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1, tie_word_embeddings=True
     ),
     "mamba2-limited": lambda: _mamba2(time_step_limit=(0.1, 0.9)),
+    "mamba2-narrow": lambda: _mamba2(expand=1, num_heads=4, layer_norm_epsilon=0.02),
     "nemotron-h": _nemotron_h,
     "nemotron-h-biases": lambda: _nemotron_h(use_bias=True, mlp_bias=True, n_groups=4, time_step_min=0.5),
+    "nemotron-h-without-conv-bias": lambda: _nemotron_h(
+        use_conv_bias=False,
+        conv_kernel=3,
+        num_key_value_heads=4,
+        layer_norm_epsilon=0.02,
+        tie_word_embeddings=True,  # which its class does not heed
+    ),
     "nemotron-h-experts": lambda: _nemotron_h(
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
         num_experts_per_tok=3,
@@ -148,14 +220,29 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     "nemotron-h-latent-experts": lambda: _nemotron_h(
         layers_block_type=["full_attention", "moe", "linear_attention", "mlp"],
         moe_latent_size=24,
+        mlp_bias=True,
         n_group=4,
         topk_group=2,
         norm_topk_prob=False,
     ),
     "granite-hybrid": lambda: _granite(num_local_experts=0),
-    "granite-hybrid-experts": lambda: _granite(num_local_experts=4, mamba_n_groups=2, attention_bias=True),
+    "granite-hybrid-experts": lambda: _granite(
+        num_local_experts=4, num_experts_per_tok=3, mamba_n_groups=2, attention_bias=True
+    ),
     "granite-hybrid-rope": lambda: _granite(
         num_local_experts=0, position_embedding_type="rope", mamba_proj_bias=True, tie_word_embeddings=True
+    ),
+    "granite-hybrid-limited": lambda: _granite(
+        num_local_experts=0,
+        mamba_conv_bias=False,
+        mamba_d_conv=3,
+        mamba_expand=3,
+        mamba_d_head=24,
+        time_step_limit=(0.1, 0.6),
+        rms_norm_eps=0.02,
+    ),
+    "granite-attention": lambda: _granite(
+        num_local_experts=0, layer_types=["full_attention"] * 4, position_embedding_type="rope"
     ),
     "lfm2-multiplied": lambda: _lfm2(block_ffn_dim_multiplier=1.3, full_attn_idxs=[0]),
 }

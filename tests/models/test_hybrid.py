@@ -49,9 +49,20 @@ def test_a_prompt_equals_transformers(pair: Callable[[str], Pair], name: str) ->
     assert_close(Sequences(model).extend({0: ids})[0], reference_logits(reference, ids))
 
 
-# transformers' step of Mamba-2 does not heed the limits of a time step, as its prefill does; and pure Mamba-2 hands its
-# cache on in another way.
-STEPPED = [name for name in CHECKPOINTS if name != "nemotron-h-biases" and not name.startswith("mamba2")]
+@pytest.mark.parametrize("name", ["qwen3-5-multimodal", "qwen3-5-experts-multimodal"])
+def test_of_a_multimodal_checkpoint_all_but_vision_is_read(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_checkpoint(name, tmp_path)
+    load_model(
+        inspect_model(ModelOptions(model=str(tmp_path))), torch.device("cpu"), Precision(torch.float32)
+    )
+    assert not caplog.messages
+
+
+# transformers' step of Mamba-2 does not heed the limits of a time step, as its prefill does.
+LIMITED = ("nemotron-h-biases", "mamba2-limited", "granite-hybrid-limited")
+STEPPED = [name for name in CHECKPOINTS if name not in LIMITED]
 
 
 @pytest.mark.parametrize("name", STEPPED)
@@ -60,11 +71,12 @@ def test_decoding_equals_transformers_decoding(pair: Callable[[str], Pair], name
     ids = prompt(40)
     sequences = Sequences(model)
     actual, expected = [], []
+    handed_on = "cache_params" if name.startswith("mamba2") else "past_key_values"
     with torch.inference_mode():
         cache = None
         for chunk in (ids[:21], *([token] for token in ids[21:])):
-            output = reference(input_ids=torch.tensor([chunk]), past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = reference(input_ids=torch.tensor([chunk]), use_cache=True, **{handed_on: cache})
+            cache = output[handed_on]
             expected.append(output.logits[0])
             actual.append(sequences.extend({1: chunk})[1])
     assert_close(torch.cat(actual), torch.cat(expected))

@@ -119,6 +119,25 @@ def test_old_names_of_layer_types() -> None:
     assert config.state is not None and config.state.value_dim == 16
 
 
+def test_granite_of_attention_alone_keeps_no_state() -> None:
+    config = read_config(
+        {
+            "model_type": "granitemoehybrid",
+            "vocab_size": 100,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "layer_types": ["attention", "attention"],
+            "mamba_n_heads": 8,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+        }
+    )
+    assert (config.attention_layers, config.state_layers) == ((0, 1), ())
+    assert (config.has_mamba_layers, config.state) == (False, None)
+
+
 def test_lfm2_adjusts_the_width_of_its_mlp() -> None:
     lfm2 = {
         "model_type": "lfm2",
@@ -147,6 +166,9 @@ def test_lfm2_adjusts_the_width_of_its_mlp() -> None:
         ({**QWEN3_NEXT, "linear_conv_kernel_dim": 1}, "keeps no state"),
         ({**NEMOTRON_H, "hybrid_override_pattern": "M?"}, r"\?"),
         ({**NEMOTRON_H, "mlp_hidden_act": "gelu"}, "relu2"),
+        ({**NEMOTRON_H, "mamba_hidden_act": "gelu"}, "mamba_hidden_act 'gelu' is not supported"),
+        ({**QWEN3_NEXT, "hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh'"),
+        ({**MAMBA2, "hidden_act": "relu"}, "hidden_act 'relu'"),
         ({**MAMBA2, "n_groups": 7}, "groups"),
     ],
 )
