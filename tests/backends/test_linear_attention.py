@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends.linear_attention import HybridLinearBackend
 from backends.options import AttentionOptions
@@ -19,6 +21,7 @@ from engine.options import CacheOptions
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner, Role
 from engine.worker import SequenceStep
+from kernels.linear import TILE
 from kernels.linear_attention import CHUNK
 from models.base import CausalLM
 from models.loader import inspect_model, load_model
@@ -45,9 +48,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path) -> CausalLM:
-    files = inspect_model(ModelOptions(model=str(folder)))
+# The delta rule with and without experts, Mamba-2 beside experts and without attention, and short convolutions alone.
+STATES = ["qwen3-next-dense-layers", "qwen3-5", "nemotron-h-experts", "mamba2", "lfm2"]
+
+
+@pytest.fixture(scope="module", params=STATES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    made = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, made)
+    files = inspect_model(ModelOptions(model=str(made)))
     return load_model(files, torch.device("cpu"), Precision(torch.float32))
 
 
@@ -133,10 +142,11 @@ def test_drafts_that_fall_write_no_checkpoint(model: CausalLM) -> None:
     sequences.extend({0: some_tokens(random.Random(0), CHUNK - 2)})
     sequences.extend({0: [5, 6, 7, 8]}, drafts={0: 3})
     sequences.keep({0: 1})
-    assert not pool.recurrent[:, row].any() and not pool.conv[:, row].any()
+    kept = [tensor[:, row] for tensor in (pool.conv, pool.recurrent) if tensor.numel()]
+    assert not any(tensor.any() for tensor in kept)
     sequences.extend({0: [9, 8]}, drafts={0: 1})
     sequences.keep({0: 1})
-    assert pool.recurrent[:, row].any() and pool.conv[:, row].any()
+    assert all(tensor.any() for tensor in kept)
 
 
 def test_a_block_whose_drafts_all_fall_leaves_the_state_of_its_first_row(model: CausalLM) -> None:
@@ -148,6 +158,40 @@ def test_a_block_whose_drafts_all_fall_leaves_the_state_of_its_first_row(model: 
     sequences.keep({1: 1})
     plain.extend({1: [5]})
     assert_same_state(sequences, plain, 1)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_commit_writes_the_states_of_all_sequences_at_once(model: CausalLM) -> None:
+    counts = set()
+    for rows in ((0,), (0, 1, 2, 3)):
+        sequences = Sequences(model)
+        sequences.extend({row: [4] * (CHUNK - 2) for row in rows})
+        sequences.extend({row: [5, 6, 7, 8, 9] for row in rows}, drafts=dict.fromkeys(rows, 4))
+        with Operations() as operations:
+            sequences.keep(dict.fromkeys(rows, 3))  # across the end of a chunk
+        counts.add(operations.count)
+    assert len(counts) == 1 and counts != {0}
+
+
+@pytest.mark.parametrize("model", ["qwen3-5", "mamba2", "lfm2"], indirect=True)  # experts are asked by token
+def test_a_prompt_is_computed_by_chunks_not_token_by_token(model: CausalLM) -> None:
+    counts = set()
+    for length in (2 * CHUNK - TILE[torch.float32] + 1, 2 * CHUNK - 1):  # in as many tiles of products
+        with Operations() as operations:
+            Sequences(model).extend({0: [4] * length})
+        counts.add(operations.count)
+    assert len(counts) == 1
 
 
 def test_a_verify_that_was_not_committed_is_found_out(model: CausalLM) -> None:
@@ -248,11 +292,15 @@ def test_a_commit_is_detected_through_every_wrapper(folder: Path, variant: str) 
     assert worker.need_mamba_verify_commit
 
 
-def test_a_model_that_only_attends_has_nothing_to_commit(tmp_path: Path) -> None:
-    make_plain_checkpoint("llama", tmp_path)
-    worker = SpeculativeWorker(make_runner(tmp_path, OPTIONS["hybrid"]), frozenset())
+@pytest.mark.parametrize("name", ["llama", "granite-attention"])
+def test_a_model_that_only_attends_has_nothing_to_commit(tmp_path: Path, name: str) -> None:
+    make = make_plain_checkpoint if name == "llama" else make_checkpoint
+    make(name, tmp_path)
+    runner = make_runner(tmp_path, OPTIONS["hybrid"])
+    worker = SpeculativeWorker(runner, frozenset())
     worker.detect_mamba_commit()
     assert not worker.need_mamba_verify_commit
+    assert (runner.state_pool, runner.make_checkpoints()) == (None, None)
 
 
 def test_each_layer_is_routed_once_around_the_hybrid_of_prefill_and_decode(folder: Path) -> None:
