@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -16,6 +17,7 @@ from engine.runner import ModelRunner
 from engine.worker import GenerationWorker
 from speculative.dflash import DFlash
 from speculative.options import Algorithm
+from speculative.proposal import Proposal
 from speculative.standalone import Standalone
 from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import LetterTokenizer
@@ -51,6 +53,7 @@ VARIATIONS: list[dict[str, object]] = [
     {"temperature": 1.2, "seed": 2, "stop_token_ids": tuple(range(40))},
 ]
 BLOCK = 6
+Right = Literal["always", "to a random point", "never"]
 Requests = dict[str, tuple[Sequence[int], SamplingParams]]
 
 
@@ -127,12 +130,20 @@ def test_preemption_and_earlier_prompts_change_nothing(
     assert answers == expected
 
 
-class KnowingDFlash(Recording, DFlash):
-    """Corrects some of its drafts, up to a random point, by what plain decoding wrote."""
+class Knowing(Recording):
+    """Drafts `truth` as far as that goes, and what it likes from there on."""
+
+    def _corrected(self, request: Request, proposal: Proposal) -> Proposal:
+        right = self.truth(request, len(proposal.token_ids))
+        return Proposal((*right, *proposal.token_ids[len(right) :]), proposal.levels)
 
 
-class KnowingStandalone(Recording, Standalone):
-    """The same."""
+class KnowingDFlash(Knowing, DFlash):
+    """A block a pass."""
+
+
+class KnowingStandalone(Knowing, Standalone):
+    """A token a pass."""
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +156,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def knowing(
-    runner: ModelRunner, folders: Mapping[str, Path], algorithm: Algorithm, expected: Mapping[str, Answer]
+    runner: ModelRunner,
+    folders: Mapping[str, Path],
+    algorithm: Algorithm,
+    expected: Mapping[str, Answer],
+    right: Right = "to a random point",
 ) -> WorkerMaker:
+    """A drafter that is so often right about what plain decoding wrote."""
     kind = KnowingDFlash if algorithm == "dflash" else KnowingStandalone
     draft = load_drafting_runner(str(folders[algorithm]), runner, scratch_slots=ROWS * BLOCK)
     drafter = kind(draft, BLOCK, runner.files.config.vocab_size)
@@ -154,26 +170,45 @@ def knowing(
 
     def truth(request: Request, count: int) -> Sequence[int]:
         left = expected[request.request_id].token_ids[len(request.output_ids) :][:count]
-        return left[: draw.randint(0, count)]
+        if right == "never":
+            return [(token + 1) % 200 for token in left]
+        return left if right == "always" else left[: draw.randint(0, count)]
 
     drafter.truth = truth
     drafter.prepare()
     return drafting(algorithm, drafter)
 
 
-@pytest.mark.parametrize(("algorithm", "slots"), [("dflash", None), ("dflash", 90), ("standalone", 90)])
+@pytest.mark.parametrize(
+    ("algorithm", "right", "slots"),
+    [
+        ("dflash", "always", None),
+        ("dflash", "to a random point", None),
+        ("dflash", "to a random point", 90),
+        ("dflash", "never", None),
+        ("standalone", "always", None),
+        ("standalone", "to a random point", 90),
+        ("standalone", "never", None),
+    ],
+)
 def test_drafting_models_change_nothing(
     runner: ModelRunner,
     expected: dict[str, Answer],
     folders: dict[str, Path],
     algorithm: Algorithm,
+    right: Right,
     slots: int | None,
 ) -> None:
     """With room for all, and with so little that requests are preempted."""
-    make = detecting(knowing(runner, folders, algorithm, expected))
+    make = detecting(knowing(runner, folders, algorithm, expected, right))
     answers, totals, stats = answer(runner, LetterTokenizer(), make, REQUESTS, slots=slots)
     assert answers == expected
-    assert totals.drafted_tokens > totals.accepted_tokens > 20
+    drafted, accepted = totals.drafted_tokens, totals.accepted_tokens
+    assert drafted > 50
+    if right == "to a random point":
+        assert drafted > accepted > 20
+    else:
+        assert accepted == (drafted if right == "always" else 0)
     assert (stats.preemptions_total > 0) == (slots is not None)
 
 
@@ -212,5 +247,21 @@ def test_a_turn_goes_on_from_a_checkpoint_with_the_bits_of_a_cold_one(
     }[algorithm]()
     answers, _, stats = answer(runner, LetterTokenizer(), make, turns, together=1)
     assert answers == cold
+    assert stats.cached_tokens_total == known_before(turns, 16)
+
+
+def test_checkpoints_may_lie_several_chunks_apart(
+    runner: ModelRunner, conversation: tuple[Requests, dict[str, Answer]]
+) -> None:
+    turns, cold = conversation
+    wide = load_runner(str(runner.files.path), "float32", slots=800, interval=48)
+    make = detecting(oracle(known(cold), 0.8))
+    answers, _, stats = answer(wide, LetterTokenizer(), make, turns, together=1)
+    assert answers == cold
+    assert stats.cached_tokens_total == known_before(turns, 48) > 0
+
+
+def known_before(turns: Requests, stride: int) -> int:
+    """How many tokens of them there are up to the nearest checkpoint in what came before."""
     lengths = [len(prompt) + 20 for prompt, _ in turns.values()][:3]  # the last token has no state
-    assert stats.cached_tokens_total == sum(length // 16 * 16 for length in (*lengths, 50))
+    return sum(length // stride * stride for length in (*lengths, 50))
