@@ -21,12 +21,15 @@ from transformers import (
     DeepseekV3ForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 State = dict[str, torch.Tensor]
@@ -131,16 +134,17 @@ def make_eagle3(
     """Save a random drafter for `target` into `folder`, as it is published: one with a vocabulary of its own."""
     config = {key: value for key, value in {**EAGLE3_SHAPE, **changes}.items() if value is not None}
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head = hidden // config["num_attention_heads"]
-    keys, size = config["num_key_value_heads"] * head, config.get("draft_vocab_size", config["vocab_size"])
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    size = config.get("draft_vocab_size", config["vocab_size"])
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden)),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
         "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
         "midlayer.post_attention_layernorm.weight": (hidden,),
         "midlayer.mlp.gate_proj.weight": (inner, hidden),
         "midlayer.mlp.up_proj.weight": (inner, hidden),
@@ -180,11 +184,12 @@ class ReferenceEagle3(ReferenceChain):
 
     def layer(self, embedded: torch.Tensor, features: torch.Tensor, start: int) -> torch.Tensor:
         weights = {name.removeprefix("midlayer."): tensor for name, tensor in self.state.items()}
+        eps = self.config["rms_norm_eps"]
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         both = torch.cat(
             [
-                norm(embedded, weights["input_layernorm.weight"]),
-                norm(features, weights["hidden_norm.weight"]),
+                norm(embedded, weights["input_layernorm.weight"], eps),
+                norm(features, weights["hidden_norm.weight"], eps),
             ],
             -1,
         )
@@ -198,12 +203,13 @@ class ReferenceEagle3(ReferenceChain):
         later = torch.ones(len(both), len(both), dtype=torch.bool).triu(1)
         read = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), value)
         hidden = features + linear(read.flatten(1), weights["self_attn.o_proj.weight"])
-        normed = norm(hidden, weights["post_attention_layernorm.weight"])
+        normed = norm(hidden, weights["post_attention_layernorm.weight"], eps)
         gate, up = (linear(normed, weights[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
         return hidden + linear(silu(gate) * up, weights["mlp.down_proj.weight"])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(norm(hidden, self.state["norm.weight"]), self.state["lm_head.weight"])
+        normed = norm(hidden, self.state["norm.weight"], self.config["rms_norm_eps"])
+        return linear(normed, self.state["lm_head.weight"])
 
     def token(self, column: int) -> int:
         return column + int(self.state["d2t"][column]) if "d2t" in self.state else column
@@ -262,7 +268,7 @@ _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "shared_expert_inte
 
 
 def make_mtp(kind: str, folder: Path) -> ReferenceMTP:
-    """Save a random target with its head into `folder`: `deepseek`, `qwen3-next` or `qwen3-5`."""
+    """Save a random target with its head into `folder`: `deepseek`, `qwen3-next`, `qwen3-5` or `qwen3-5-experts`."""
     torch.manual_seed(0)
     if kind == "deepseek":
         config = DeepseekV3Config(**_MTP_SHAPE, **_DEEPSEEK)
@@ -273,6 +279,12 @@ def make_mtp(kind: str, folder: Path) -> ReferenceMTP:
         config = Qwen3NextConfig(**_MTP_SHAPE, **_QWEN, **_QWEN_EXPERTS)
         target = Qwen3NextForCausalLM(config)
         layer, prefix = Qwen3NextDecoderLayer(config, 3), "mtp."
+        own = _QWEN_NAMES
+    elif kind == "qwen3-5-experts":
+        shape = {key: value for key, value in _MTP_SHAPE.items() if key != "intermediate_size"}
+        config = Qwen3_5MoeTextConfig(**shape, **_QWEN, **_QWEN_EXPERTS)
+        target = Qwen3_5MoeForCausalLM(config)
+        layer, prefix = Qwen3_5MoeDecoderLayer(config, 3), "mtp."
         own = _QWEN_NAMES
     else:
         shape = {key: value for key, value in _MTP_SHAPE.items() if key != "moe_intermediate_size"}
@@ -289,9 +301,10 @@ def make_mtp(kind: str, folder: Path) -> ReferenceMTP:
     state = fill({name: torch.empty(shape) for name, shape in head.items()}, 3)
     target.eval().save_pretrained(folder)
     published = {f"{prefix}{own[name]}.weight": tensor for name, tensor in state.items()}
-    published |= {
-        f"{prefix}{own['layer']}{name}": tensor for name, tensor in _by_expert(layer.state_dict()).items()
-    }
+    state_of_layer = layer.state_dict()
+    if kind != "qwen3-5-experts":  # whose experts are published fused
+        state_of_layer = _by_expert(state_of_layer)
+    published |= {f"{prefix}{own['layer']}{name}": tensor for name, tensor in state_of_layer.items()}
     if kind == "deepseek":  # as published: copies of what the head shares with its target
         published[f"{prefix}embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
         published[f"{prefix}shared_head.head.weight"] = target.get_output_embeddings().weight.detach().clone()
@@ -323,7 +336,7 @@ def randomise(module: torch.nn.Module, zero_centred: bool) -> None:
 
 
 def _by_expert(state: State) -> State:
-    """Fused experts as published: a matrix each."""
+    """Fused experts as most are published: a matrix each."""
     split: State = {}
     for name, tensor in state.items():
         if not name.startswith("mlp.experts."):

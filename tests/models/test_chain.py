@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.tiny_model import save_tiny_model
 CPU = torch.device("cpu")
 FLOAT32 = Precision(torch.float32)
 TEXT: list[int] = torch.randint(0, 256, (23,), generator=torch.Generator().manual_seed(5)).tolist()
-MTP = ["deepseek", "qwen3-next", "qwen3-5"]
+MTP = ["deepseek", "qwen3-next", "qwen3-5", "qwen3-5-experts"]
 
 
 @dataclass
@@ -124,6 +125,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
             {"hidden_size": 48, "target_hidden_size": 64, "own_embedding": True},
             (1, 3, 4),
         ),
+        ({"head_dim": 24, "rms_norm_eps": 0.02, "rope_theta": 500.0, "num_key_value_heads": 1}, (1, 3, 4)),
     ],
 )
 def test_eagle3_drafts_as_its_reference(
@@ -145,6 +147,16 @@ def test_an_mtp_head_drafts_as_its_reference(
     hold_to_reference(loaded, reference)
     assert loaded.drafter.embed_tokens is loaded.target.model.embed_tokens
     assert loaded.drafter.lm_head is loaded.target.model.lm_head
+
+
+def test_the_head_of_a_multimodal_checkpoint_is_found_beside_its_text_model(tmp_path: Path) -> None:
+    reference = make_mtp("qwen3-5", tmp_path)
+    weights, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    nested = {re.sub(r"^model\.", "model.language_model.", name): t for name, t in load_file(weights).items()}
+    save_file(nested | {"model.visual.blocks.0.attn.proj.weight": torch.zeros(4, 4)}, weights)
+    text = json.loads(config.read_text())
+    config.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text, "vision_config": {}}))
+    hold_to_reference(Loaded.of(tmp_path, None), reference)
 
 
 @pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")

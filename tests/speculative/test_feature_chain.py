@@ -33,7 +33,7 @@ from tests.tiny_model import save_tiny_model
 
 LENGTH = 12  # tokens of an answer
 NUM_DRAFT_TOKENS = 6
-KINDS = ["eagle3", "deepseek", "qwen3-next"]
+KINDS = ["eagle3", "deepseek", "qwen3-next", "qwen3-5"]
 RANDOM = random.Random(0)
 COMMON = [RANDOM.randrange(256) for _ in range(37)]
 # The second goes the way of the first for a while, the third too, and the fourth begins as the first ends.
