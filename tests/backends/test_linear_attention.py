@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +222,10 @@ def test_a_pool_says_what_a_request_costs() -> None:
     assert short.bytes_per_request == 3 * 40 * 2 * 4
 
 
-def make_runner(folder: Path, options: AttentionOptions, role: Role = "target") -> ModelRunner:
+def make_runner(
+    folder: Path, options: AttentionOptions, role: Role = "target", **replaced: Any
+) -> ModelRunner:
+    """`replaced` are arguments of `build_attention_backends`."""
     model_options = ModelOptions(model=str(folder), dtype="float32", device="cpu")
     runner = ModelRunner(
         role,
@@ -232,7 +234,7 @@ def make_runner(folder: Path, options: AttentionOptions, role: Role = "target") 
         CacheOptions(max_total_tokens=256),
         options,
         max_running_requests=4,
-        build_backends=partial(build_attention_backends, specs=registry()),
+        build_backends=lambda **given: build_attention_backends(**{**given, "specs": registry(), **replaced}),
         capture_graph=lambda *_: None,
     )
     runner.load()
@@ -301,6 +303,19 @@ def test_a_model_that_only_attends_has_nothing_to_commit(tmp_path: Path, name: s
     worker.detect_mamba_commit()
     assert not worker.need_mamba_verify_commit
     assert (runner.state_pool, runner.make_checkpoints()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"), [("llama", HybridLinearBackend), ("qwen3-next-dense-layers", None)]
+)
+def test_a_commit_takes_a_model_with_state_and_a_backend_that_keeps_it(
+    tmp_path: Path, name: str, wrap: type[HybridLinearBackend] | None
+) -> None:
+    make = make_plain_checkpoint if name == "llama" else make_checkpoint
+    make(name, tmp_path)
+    worker = SpeculativeWorker(make_runner(tmp_path, OPTIONS["plain"], wrap=wrap), frozenset())
+    worker.detect_mamba_commit()
+    assert not worker.need_mamba_verify_commit
 
 
 def test_each_layer_is_routed_once_around_the_hybrid_of_prefill_and_decode(folder: Path) -> None:

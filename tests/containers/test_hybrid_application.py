@@ -64,6 +64,7 @@ def started(container: ApplicationContainer) -> SpeculativeWorker:
         ("worker", "target.runner", "startup", "engine"),
         ("engine", "worker", "startup", "target.runner"),
         ("startup", "target.runner", "engine", "worker"),
+        ("draft.runner", "worker", "target.runner", "startup", "engine"),
     ],
     ids=lambda order: order[0],
 )
@@ -71,6 +72,8 @@ def test_the_commit_is_detected_in_any_order_of_construction(
     folders: dict[str, Path], order: tuple[str, ...]
 ) -> None:
     container = hybrid(folders, "ngram")
+    if "draft.runner" in order:
+        container = hybrid(folders, "standalone", speculative_draft_model_path=str(folders["draft"]))
     for name in order:
         scope = container
         *scopes, part = name.split(".")
