@@ -196,6 +196,14 @@ def _mamba2_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return _mamba_fields(config, own, limit=_limit(config))
 
 
+_NEMOTRON_OLD_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+}
+
+
 def _nemotron_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if config["mlp_hidden_act"] != "relu2":
         raise ValueError(f"mlp_hidden_act {config['mlp_hidden_act']!r} is not supported (relu2 is)")
@@ -203,6 +211,7 @@ def _nemotron_values(config: Mapping[str, Any]) -> dict[str, Any]:
         _PATTERN[letter] for letter in config["hybrid_override_pattern"]
     ]
     return {
+        **{own: config[old] for old, own in _NEMOTRON_OLD_NAMES.items() if old in config},
         "layer_types": kinds,
         "num_hidden_layers": len(kinds),
         "partial_rotary_factor": 0.0,

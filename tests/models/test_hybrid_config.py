@@ -57,6 +57,13 @@ def test_qwen3_next_as_published() -> None:
     assert (state.conv_taps, state.conv_channels) == (4, 2 * 2048 + 4096)
 
 
+def test_qwen3_next_stretched_as_its_card_says() -> None:
+    stretch = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    config = read_config({**QWEN3_NEXT, "max_position_embeddings": 262144, "rope_scaling": stretch})
+    assert (config.rope.type, config.rope.factor, config.rope.theta) == ("yarn", 4.0, 10_000_000)
+    assert (config.rotary_dim, config.context_length) == (64, 4 * 262144)
+
+
 def test_qwen3_5_is_the_text_part_of_a_multimodal_file() -> None:
     text = {**QWEN3_NEXT, "model_type": "qwen3_5_text", "rope_parameters": {"partial_rotary_factor": 0.5}}
     del text["architectures"]
@@ -79,6 +86,13 @@ def test_nemotron_h_by_its_pattern() -> None:
     assert config.layer_types[1] == "mlp"
     assert (config.rotary_dim, config.attention_bias) == (0, False)
     assert config.state is not None and config.state.time_step_limit == (0.001, inf)
+
+
+def test_nemotron_h_under_its_older_names() -> None:
+    older = {"mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_dt_min": 0.25}
+    own = {"n_groups": 4, "conv_kernel": 3, "use_conv_bias": False, "time_step_min": 0.25}
+    assert read_config({**NEMOTRON_H, **older}) == read_config({**NEMOTRON_H, **own})
+    assert read_config({**NEMOTRON_H, **older}) != read_config(NEMOTRON_H)
 
 
 def test_mamba2_has_no_attention() -> None:
