@@ -107,6 +107,7 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "lora_request": (),
     "prompt_embeds": (),
+    "prompt_logprobs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
@@ -325,6 +326,7 @@ class ChatBody(TemplateFields, GenerationBody):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_CHANGES_THE_ANSWER,
+        "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
@@ -364,9 +366,12 @@ class TokenizeBody(TemplateFields):
     prompt: str | None = None
     messages: list[Message] = Field(default_factory=list)
     return_token_strs: bool | None = None
+    chat_template: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeBody:
+        if self.chat_template is not None:
+            raise bad_request("`chat_template` is not supported", "chat_template", "unsupported_parameter")
         if (self.prompt is None) == (not self.messages):
             raise bad_request("give either `prompt` or `messages`", "prompt")
         return self

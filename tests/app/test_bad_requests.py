@@ -73,6 +73,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None = None
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}}, "guided_json"),
         ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -140,6 +141,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
+        ({"echo": True}, "echo"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"continue_final_message": True}, "continue_final_message"),

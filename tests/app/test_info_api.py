@@ -117,6 +117,12 @@ def test_tokenize_takes_either_form(client: httpx.Client, body: dict[str, Any]) 
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
+def test_tokenize_refuses_the_template_that_chat_refuses(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}
+    response = client.post("/tokenize", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template")
+
+
 def test_the_empty_text_has_no_tokens(client: httpx.Client) -> None:
     assert client.post("/tokenize", json={"prompt": ""}).json()["count"] == 0
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
