@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import count
@@ -18,6 +18,7 @@ from app.lifecycle import Lifecycle
 from app.sampling_settings import SamplingSettings
 from app.settings import EngineSettings, ServerSettings
 from app.sources import Sources
+from containers.application import ApplicationContainer
 from containers.startup import StartUpError
 from engine.request import OutputEvent, Request, SamplingParams, SpeculationParams, SpeculationStats
 
@@ -107,9 +108,11 @@ def same_tokens(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 @contextmanager
-def tandem(settings: EngineSettings) -> Iterator[InProcess]:
+def tandem(
+    settings: EngineSettings, wire: Callable[[EngineSettings], ApplicationContainer] = build
+) -> Iterator[InProcess]:
     """An engine that is up inside and gone outside. Raises ValueError where it cannot start."""
-    container = build(settings)
+    container = wire(settings)
     lifecycle = Lifecycle(container.startup(), container.engine)
     with start_blocking_portal() as portal:
         try:
