@@ -53,7 +53,9 @@ class Pair:
     attention: AttentionOptions
 
     @classmethod
-    def make(cls, folder: Path, context: int = 640, draft_context: int = 640) -> Pair:
+    def make(
+        cls, folder: Path, context: int = 640, draft_context: int = 640, short_block_size: int | None = None
+    ) -> Pair:
         shape = {
             "hidden_size": 64,
             "num_hidden_layers": 4,
@@ -67,6 +69,7 @@ class Pair:
             vocab_size=257,
             block_size=BLOCK,
             max_position_embeddings=draft_context,
+            dflash_config={"short_block_size": short_block_size},
         )
         cache, attention = CacheOptions(max_total_tokens=SLOTS), AttentionOptions()
 

@@ -16,9 +16,11 @@ from engine.request import OutputEvent, Request, SpeculationParams
 from speculative.adaptive import Candidate, Prospect
 from speculative.alarm import WINDOW
 from speculative.features import MAX_PENDING
+from speculative.proposal import MakeSamplingRow, Proposal
 from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
 
 LENGTH = 24  # tokens of an answer
+SHORT = 3  # rows of the shorter blocks
 RANDOM = random.Random(0)
 PROMPTS = [[RANDOM.randrange(256) for _ in range(length)] for length in (40, 53, 66, 79)]
 
@@ -310,6 +312,12 @@ def test_a_shorter_block_may_be_asked_for(served: Served, truths: list[list[int]
     assert 0 < reply.stats.drafted_tokens <= 2 * reply.stats.verify_steps
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose drafter was trained for blocks of half the size as well."""
+    return Pair.make(tmp_path_factory.mktemp("short"), short_block_size=SHORT)
+
+
 class AtMost(Everything):
     """Has only the first so many tokens of a draft verified."""
 
@@ -321,18 +329,35 @@ class AtMost(Everything):
         return [min(length, self.tokens) for length in super().plan(candidates, rows, drafting)]
 
 
-@pytest.mark.parametrize(("verified", "expected"), [(1, [3, 3, 3]), (BLOCK, [3, BLOCK, BLOCK])])
-def test_a_drafter_that_knows_short_blocks_drafts_long_ones_where_short_ones_are_used_up(
-    pair: Pair, truths: list[list[int]], monkeypatch: pytest.MonkeyPatch, verified: int, expected: list[int]
-) -> None:
-    monkeypatch.setattr(pair.draft.model, "short_block_size", 3)
-    monkeypatch.setattr("speculative.proposal._HOPELESS", 0.0)
-    with serving(pair, controller=AtMost(verified)) as served:
-        know(served, truths)
+class Hopeful(Recorded):
+    """Notes how much it is asked for, and gives all of it, whatever its own hope."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self.asked: list[int] = []
+
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        self.asked += limits
+        (proposal,) = super().propose(requests, limits, sampling_row)
+        missing = (0,) * (limits[0] - len(proposal.token_ids))
+        return [Proposal(proposal.token_ids + missing, proposal.levels + missing)]
+
+
+@pytest.mark.parametrize(("verified", "long"), [(SHORT - 2, False), (BLOCK, True)])
+def test_long_blocks_are_drafted_where_short_ones_are_used_up(short: Pair, verified: int, long: bool) -> None:
+    drafter = Hopeful(short)
+    with serving(short, controller=AtMost(verified), drafter=drafter) as served:
         reply = served.ask(PROMPTS[0], max_tokens=LENGTH)
-    assert reply.token_ids == truths[0][:LENGTH]
-    for (text, proposed), size in zip(reply.proposed, expected, strict=False):
-        assert proposed == pair.proposals_of_reference(text, block_size=size)
+    sizes = [SHORT, *[BLOCK if long else SHORT] * 4]
+    assert drafter.asked[:5] == [size - 1 for size in sizes]
+    differ = False
+    for (text, proposed), size in zip(reply.proposed[:5], sizes, strict=True):
+        assert proposed == short.proposals_of_reference(text, block_size=size)[: len(proposed)]
+        other = short.proposals_of_reference(text, block_size=SHORT + BLOCK - size)
+        differ = differ or proposed != other[: len(proposed)]
+    assert differ or not long, "the sizes of blocks can be told apart"
 
 
 # The target needs room for a draft and the token after it, the drafter for its whole block.
