@@ -58,6 +58,9 @@ class EngineSettings:
     device: Annotated[
         str, Parameter(group=_MODEL, help="auto, cpu or cuda. auto: the GPU where there is one.")
     ] = "auto"
+    tp_size: Annotated[
+        int, Parameter(group=_MODEL, validator=_POSITIVE, help="Devices that a model is split over: 1.")
+    ] = 1
     context_length: Annotated[
         int | None,
         Parameter(
@@ -238,6 +241,11 @@ class EngineSettings:
         # An empty value is a variable that was never set, not a wish: no key, any address, this folder.
         if empty := next((name for name in self.__dataclass_fields__ if getattr(self, name) == ""), None):
             raise SettingsError(f"--{empty.replace('_', '-')} is empty: give it a value, or leave it out")
+        if self.tp_size != 1:
+            raise SettingsError(
+                f"--tp-size {self.tp_size} is not supported: a model runs on one device. Leave it out, and start a "
+                "server on each device"
+            )
         pool, page, context = self.max_total_tokens, self.page_size, self.context_length
         if pool is not None and pool < page:
             raise SettingsError(

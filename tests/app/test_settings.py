@@ -254,6 +254,12 @@ def test_left_alone_the_parts_keep_their_own_defaults() -> None:
     assert read.speculative_options() == SpeculativeOptions()
 
 
+def test_a_model_is_not_split_over_devices() -> None:
+    assert ServerSettings(tp_size=1) == ServerSettings()
+    with pytest.raises(SettingsError, match="--tp-size 2 is not supported: .* start a server on each device"):
+        ServerSettings(tp_size=2)
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "dflash"])
 def test_the_default_model_has_a_drafter_and_another_model_only_the_one_that_is_named(algorithm: str) -> None:
     drafting = ("--speculative-algorithm", algorithm)
