@@ -84,6 +84,8 @@ class WireModel(BaseModel):
 class Speculation(WireModel):
     """A request's own speculation. `num_draft_tokens` counts verified rows, the last token included."""
 
+    model_config = ConfigDict(extra="forbid")  # it is Tandem's own: a name that it lacks is a slip
+
     algorithm: str | None = None
     num_draft_tokens: int | None = Field(None, ge=1, le=1024)
 
@@ -100,14 +102,20 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
+    "ebnf": (),
+    "grammar": ("",),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "json_schema": (),
     "logits_processors": ([],),
+    "lora": ([],),
+    "lora_path": (),
     "lora_request": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "regex": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
@@ -170,7 +178,10 @@ class GenerationBody(WireModel):
         wanted = self.speculation.algorithm
         if wanted is not None and wanted not in algorithms:
             runs = " and ".join(repr(algorithm) for algorithm in algorithms)
-            raise bad_request(f"this server runs {runs}, not {wanted!r}", "speculation.algorithm")
+            raise bad_request(
+                f"this server runs {runs}, not {wanted!r}: what it runs is set by --speculative-algorithm",
+                "speculation.algorithm",
+            )
         return SpeculationParams(algorithm=wanted, num_draft_tokens=self.speculation.num_draft_tokens)
 
     def sampling_params(
@@ -326,6 +337,7 @@ class ChatBody(TemplateFields, GenerationBody):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_CHANGES_THE_ANSWER,
+        "best_of": (1,),
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),

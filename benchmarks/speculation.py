@@ -136,12 +136,12 @@ def _measures(rows: Sequence[Row], name: str) -> dict[str, float]:
     emitted = sum(answer.speculation.verify_emitted_tokens for answer in answers)
     speed = total(answer.timing for answer in answers).tokens_per_s
     baseline = total(row.answers[BASELINE].timing for row in rows).tokens_per_s
-    decoded = sum(answer.timing.decode_tokens for answer in answers)
+    tokens = sum(len(answer.token_ids) for answer in answers)
     return {
         "accept_length": emitted / steps if steps else 1.0,  # a plain step emits one token
         "tokens_per_s": speed,
         "speedup": speed / baseline if baseline else 1.0,
-        "verified_share": emitted / decoded if decoded else 0.0,  # of decoded tokens, from steps with drafts
+        "verified_share": emitted / tokens if tokens else 0.0,  # of all tokens, from steps with drafts
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from backends.kv_pool import KVLayout
 from engine.options import CacheOptions
 
-# Without an explicit size a small model's pool stops growing where it would serve no one: this many full contexts.
+# In a host's own memory a small model's pool stops growing where it would serve no one: this many full contexts.
 MAX_CONTEXTS = 4
 NO_LIMIT = 1 << 62
 
@@ -29,7 +29,8 @@ def num_slots(
     device: torch.device,
     reserved_bytes: int = 0,
 ) -> int:
-    """Slots of a pool that holds every layout: what was asked for, else what memory allows up to a bound.
+    """Slots of a pool that holds every layout: what was asked for, else what memory allows: all of that on a
+    GPU, which is there for it, and up to MAX_CONTEXTS elsewhere.
 
     `reserved_bytes` of that memory go to what requests hold beside their slots (recurrent state). Whole pages.
     Raises ValueError, naming the setting, where not even one page fits.
@@ -41,7 +42,10 @@ def num_slots(
         budget = int(available_bytes(device) * options.mem_fraction_static) - reserved_bytes
         per_slot = sum(layout.bytes_per_slot for layout in layouts)
         # Without attention layers a slot is no more than a number.
-        slots = min(budget // max(per_slot, 1), MAX_CONTEXTS * context_len) // page * page
+        slots = budget // max(per_slot, 1)
+        if device.type == "cpu" or not per_slot:
+            slots = min(slots, MAX_CONTEXTS * context_len)
+        slots = slots // page * page
     if slots < 1:
         raise ValueError(
             "the KV pool has no room for a single page: raise --mem-fraction-static or --max-total-tokens, "

@@ -41,7 +41,7 @@ def test_measures_by_category_and_in_all() -> None:
         "accept_length": 4.0,
         "tokens_per_s": 20.0,
         "speedup": 2.0,
-        "verified_share": 0.8,
+        "verified_share": 0.75,
     }
     assert summary["categories"]["qa"]["ngram"]["speedup"] == 1.0
     assert summary["categories"]["code"]["ngram"]["speedup"] == 4.0

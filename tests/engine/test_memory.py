@@ -88,6 +88,10 @@ def test_a_small_models_pool_stops_at_a_few_contexts() -> None:
     assert num_slots([layout("int8")], CacheOptions(page_size=16), 100, CPU) == MAX_CONTEXTS * 100
 
 
+def test_a_device_of_its_own_is_filled() -> None:
+    assert num_slots([layout("int8")], CacheOptions(), 100, torch.device("meta")) > MAX_CONTEXTS * 100
+
+
 def test_narrower_entries_make_room_for_more() -> None:
     """By the bytes of a slot, those of its scales among them."""
     slots = {
