@@ -81,7 +81,7 @@ class Engine:
         self._aborts: set[str] = set()
         self._stopping = False
         self._open = False
-        self._waiting = 0  # submitted and not yet admitted
+        self._room = 0  # requests that may still be submitted
         self._live: dict[str, _Live] = {}
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -95,18 +95,19 @@ class Engine:
         """Queue requests, all or none. Raises InvalidRequest, QueueFull or EngineStopped, and then queued none."""
         for request in requests:
             self._check(request)
-        if len(requests) > self._max_queued:  # no use in trying again
-            raise InvalidRequest(
-                f"{len(requests)} choices at once are more than may wait here: {self._max_queued} "
-                "(--max-queued-requests)",
-                param="n",
-            )
         with self._wake:
             if not self._open:
                 raise EngineStopped("the engine is not running")
-            if self._waiting + len(requests) > self._max_queued:
-                raise QueueFull(self._max_queued, retry_after=1 + self._waiting // 8)
-            self._waiting += len(requests)
+            most = self._scheduler.max_running + self._max_queued
+            if len(requests) > most:  # no use in trying again
+                raise InvalidRequest(
+                    f"{len(requests)} choices at once are more than may run and wait here: {most} "
+                    "(--max-running-requests and --max-queued-requests)",
+                    param="n",
+                )
+            if len(requests) > self._room:
+                raise QueueFull(self._max_queued, retry_after=1 + max(0, self._max_queued - self._room) // 8)
+            self._room -= len(requests)
             self._inbox.extend(requests)
             self._wake.notify()
 
@@ -139,6 +140,7 @@ class Engine:
         self._scheduler = self._make_scheduler()
         self.max_context_len = self._get_max_context_len()
         self._publish()
+        self._count_room()
         with self._wake:
             self._open = not self._stopping
         self.started.set()
@@ -156,7 +158,7 @@ class Engine:
         """Plan, draft, compute, emit: one token or one verified block for every request that takes part."""
         worker, scheduler = self._worker, self._scheduler
         steps = self._with_drafts(scheduler.plan())
-        self._count_waiting()
+        self._count_room()
         outputs = worker.forward(steps)
         for step, output in zip(steps, outputs, strict=True):
             self._emit(step, output)
@@ -205,13 +207,15 @@ class Engine:
             if live := self._live.get(request_id):
                 self._finish(live, OutputEvent(request_id, "", (), finish_reason="abort"))
         if aborts:
-            self._count_waiting()
             self._publish()
         return True
 
-    def _count_waiting(self) -> None:
+    def _count_room(self) -> None:
+        """What has just come counts as running while there are seats for it."""
+        scheduler = self._scheduler
         with self._wake:
-            self._waiting = len(self._inbox) + self._scheduler.num_waiting
+            waiting = len(self._inbox) + scheduler.num_waiting
+            self._room = self._max_queued + scheduler.num_seats - waiting
 
     def _with_drafts(self, steps: list[SequenceStep]) -> list[SequenceStep]:
         """Add drafts to decode rows, as many as the request, its context and the pool have room for."""
@@ -307,6 +311,7 @@ class Engine:
         del self._live[request.request_id]
         self._scheduler.remove(request)
         self._worker.release(request)
+        self._count_room()
         reason: FinishReason = event.finish_reason or "stop"
         self._finished[reason] += 1
         self._totals["cached_tokens"] += request.prefix_hit_tokens or 0
@@ -335,7 +340,6 @@ class Engine:
             requests = [live.request for live in self._live.values()]
             requests += [request for request in self._inbox if request.request_id not in self._live]
             self._inbox.clear()
-            self._waiting = 0
         self._live.clear()
         for request in requests:
             self._finished[reason] += 1

@@ -60,6 +60,7 @@ class Scheduler:
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
+        self._blocked = False  # the pool is too full for the first that waits
         self.preemptions = 0
 
     @property
@@ -69,6 +70,15 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def max_running(self) -> int:
+        return self._options.max_running_requests
+
+    @property
+    def num_seats(self) -> int:
+        """How many requests the next plan may admit. None while the first that waits has no room in the pool."""
+        return 0 if self._blocked and self._waiting else self.max_running - len(self._running)
 
     @property
     def has_work(self) -> bool:
@@ -139,7 +149,8 @@ class Scheduler:
             self._share(request)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._options.max_running_requests:
+        self._blocked = False
+        while self._waiting and len(self._running) < self.max_running:
             arrival, request = self._waiting[0]
             # The last token is always recomputed: its logits are what comes next.
             use_cache = request.sampling.prompt_logprobs is None
@@ -150,6 +161,7 @@ class Scheduler:
             spare = (self.allocator.num_free + self.cache.evictable) // self.allocator.page_size
             if self._running and promised + needed > spare:
                 self.cache.unlock(match.node)
+                self._blocked = True
                 return
             heapq.heappop(self._waiting)
             request.node = match.node
@@ -221,6 +233,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
+        self._blocked = True
         arrival = self._running.pop(request)
         self._release(request)
         request.state = RequestState.WAITING

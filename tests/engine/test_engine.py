@@ -116,11 +116,30 @@ def test_a_full_queue_refuses_at_once_and_takes_all_or_none() -> None:
         assert three[2][1].events == []
 
 
-def test_more_choices_than_the_queue_ever_holds_are_the_clients_fault() -> None:
-    with running_engine(CountingWorker(), queued=2) as engine:
+def test_an_idle_engine_takes_as_many_at_once_as_may_run_and_wait() -> None:
+    worker = CountingWorker(gate=threading.Semaphore(0))
+    with running_engine(worker, running=2, queued=1) as engine:
         three = [make_request(f"r{index}", "cd", max_tokens=1) for index in range(3)]
-        with pytest.raises(InvalidRequest, match="--max-queued-requests") as refusal:
-            engine.submit(*(request for request, _ in three))
+        engine.submit(*(request for request, _ in three))
+        with pytest.raises(QueueFull):
+            engine.submit(make_request("late", "cd", max_tokens=1)[0])
+        worker.gate.release(100)
+        assert [receiver.wait().finish_reason for _, receiver in three] == ["length"] * 3
+
+
+def test_whoever_has_an_answer_may_ask_again_at_once() -> None:
+    with running_engine(CountingWorker(), running=1, queued=1) as engine:
+        for turn in range(20):
+            pair = [make_request(f"{turn}-{index}", "cd", max_tokens=1) for index in range(2)]
+            engine.submit(*(request for request, _ in pair))
+            assert [receiver.wait().finish_reason for _, receiver in pair] == ["length"] * 2
+
+
+def test_more_choices_than_ever_run_and_wait_are_the_clients_fault() -> None:
+    with running_engine(CountingWorker(), running=1, queued=2) as engine:
+        four = [make_request(f"r{index}", "cd", max_tokens=1) for index in range(4)]
+        with pytest.raises(InvalidRequest, match="run and wait here: 3 .*--max-queued-requests") as refusal:
+            engine.submit(*(request for request, _ in four))
         assert refusal.value.param == "n"
 
 

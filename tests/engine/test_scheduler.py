@@ -105,6 +105,25 @@ def test_a_request_that_wants_prompt_logprobs_does_not_skip_its_prompt() -> None
     assert second.prefix_hit_tokens == 0
 
 
+def test_seats_are_free_for_as_many_as_may_still_run() -> None:
+    scheduler = build(running=2)
+    assert scheduler.num_seats == 2
+    scheduler.add(request("first", [1, 2, 3]))
+    run_one(scheduler)
+    assert scheduler.num_seats == 1
+
+
+def test_no_seat_is_free_while_somebody_waits_for_room_in_the_pool() -> None:
+    scheduler = build(slots=16)
+    first, large = request("first", list(range(10))), request("large", list(range(20, 30)))
+    scheduler.add(first)
+    scheduler.add(large)
+    run_one(scheduler)
+    assert (scheduler.num_running, scheduler.num_seats) == (1, 0)
+    scheduler.remove(large)
+    assert scheduler.num_seats == 3
+
+
 def test_a_dry_pool_preempts_the_latest_arrival_which_resumes_with_its_tokens() -> None:
     scheduler = build(slots=16, running=2)
     early, late = request("early", list(range(6))), request("late", list(range(10, 16)))
