@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from inspect import BoundArguments
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from inspect import BoundArguments, signature
+from inspect import Parameter as Argument
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
-from app.sampling_settings import SamplingSettings
+from app.hints import usage
+from app.loading import loading
+from app.sampling_settings import ChatSettings, SamplingSettings
 from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.sources import Sources
 from app.training_settings import TrainingSettings
@@ -44,7 +47,7 @@ def serve(settings: Flat[ServerSettings] = ServerSettings()) -> int:
 
 
 def generate(
-    prompt: str,
+    prompt: str | None = None,
     /,
     *,
     stats: bool = False,
@@ -56,11 +59,12 @@ def generate(
     Parameters
     ----------
     prompt
-        The text to continue, taken as it is: no chat template is applied.
+        The text to continue, taken as it is: no chat template is applied (default: standard input).
     stats
         Tell tokens, speed and accept length on stderr at the end.
     """
-    from app.terminal import generate
+    with loading(settings):
+        from app.terminal import generate
 
     return generate(settings, sampling, prompt, stats)
 
@@ -70,9 +74,9 @@ def chat(
     system: str | None = None,
     stats: bool = False,
     settings: Flat[EngineSettings] = EngineSettings(),
-    sampling: Flat[SamplingSettings] = SamplingSettings(),
+    sampling: Flat[ChatSettings] = ChatSettings(),
 ) -> int:
-    """Talk with a model in the terminal, without a server. Ctrl-C ends an answer, /reset the talk, Ctrl-D leaves.
+    """Talk with a model in the terminal, without a server. Ctrl-C ends an answer, /reset the talk, /exit leaves.
 
     Parameters
     ----------
@@ -81,7 +85,8 @@ def chat(
     stats
         Tell tokens, speed and accept length after each answer.
     """
-    from app.terminal import chat
+    with loading(settings):
+        from app.terminal import chat
 
     return chat(settings, sampling, system, stats)
 
@@ -100,18 +105,27 @@ def train_drafter(
     out
         Folder of the drafter; what the training itself needs is in its folder `run`.
     """
-    from app.training import train_drafter
+    with loading(settings):
+        from app.training import train_drafter
 
     return train_drafter(settings, training, out)
 
 
+COMMANDS: tuple[Callable[..., int], ...] = (serve, generate, chat, train_drafter)
+
+
+def _options(command: Callable[..., int]) -> Iterator[str]:
+    """What can be set of `command`, spelled as fields."""
+    for argument in signature(command).parameters.values():
+        if is_dataclass(argument.default):
+            yield from (field.name for field in fields(argument.default))
+        elif argument.kind is Argument.KEYWORD_ONLY:
+            yield argument.name
+
+
 def command_line(environ: Mapping[str, str]) -> App:
     """The command line, with settings that it leaves open taken from `environ`."""
-    known = {
-        field.name
-        for schema in (ServerSettings, SamplingSettings, TrainingSettings)
-        for field in fields(schema)
-    }
+    known = {name for command in COMMANDS for name in _options(command)}
     app = App(
         name="tandem",
         help="Serve language models with a drafter riding along.",
@@ -121,7 +135,7 @@ def command_line(environ: Mapping[str, str]) -> App:
         default_parameter=Parameter(negative=()),
         config=Sources(environ, known),
     )
-    for command in (serve, generate, chat, train_drafter):
+    for command in COMMANDS:
         app.command(command)
     return app
 
@@ -133,7 +147,7 @@ def parse(
     try:
         command, bound, _ = command_line(environ).parse_args(argv, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        raise SettingsError(str(error)) from error
+        raise SettingsError(usage(error)) from error
     bound.apply_defaults()
     return command, bound
 

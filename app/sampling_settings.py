@@ -94,3 +94,12 @@ class SamplingSettings:
             stop=self.stop,
             ignore_eos=self.ignore_eos,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(SamplingSettings):
+    """The same for a chat, where a small model that repeats itself is to come to an end."""
+
+    max_tokens: Annotated[
+        int, Parameter(group=_SAMPLING, validator=Number(gte=1), help="Most tokens of an answer.")
+    ] = 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 import uuid
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from app.application import build
 from app.lifecycle import EngineFailed, Lifecycle
+from app.loading import loading
 from app.sampling_settings import SamplingSettings
 from app.settings import EngineSettings, SettingsError
 from containers.application import ApplicationContainer
@@ -28,7 +30,9 @@ from engine.request import OutputEvent, Request
 from engine.tokenizer import Tokenizer
 
 FAILED, INTERRUPTED = 1, 130
-_RESET = "/reset"
+_HELP, _RESET, _EXIT = "/help", "/reset", "/exit"
+_KEYS = f"Ctrl-C ends an answer, {_RESET} the talk, {_EXIT} or Ctrl-D leaves."
+_COMMAND = re.compile(r"/[a-z]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,8 @@ class Session:
         room = self.engine.max_context_len - len(prompt_ids)
         if room < 1:
             raise InvalidRequest(
-                f"{len(prompt_ids)} tokens leave no room in a context of {self.engine.max_context_len}"
+                f"the prompt has {len(prompt_ids)} tokens, which leaves no room in a context of "
+                f"{self.engine.max_context_len}"
             )
         events: SimpleQueue[OutputEvent] = SimpleQueue()
         request = Request(uuid.uuid4().hex, list(prompt_ids), self.sampling.params(room), events.put)
@@ -60,15 +65,19 @@ class Session:
 
 
 @contextmanager
-def started(settings: EngineSettings) -> Iterator[ApplicationContainer]:
-    """Load the model and decode meanwhile. Raises SettingsError where that cannot be."""
+def started(settings: EngineSettings, console: Console | None = None) -> Iterator[ApplicationContainer]:
+    """Load the model and decode meanwhile; `console` (default: stderr) is told that it loads.
+
+    Raises SettingsError where that cannot be.
+    """
     level = "warning" if settings.log_level == "info" else settings.log_level  # the terminal is for the text
     logging.basicConfig(level=level.upper())
-    container = build(settings)
-    lifecycle = Lifecycle(container.startup(), container.engine)
     with start_blocking_portal() as portal:
         try:
-            run, _ = portal.start_task(lifecycle.run)
+            with loading(settings, console):
+                container = build(settings)
+                lifecycle = Lifecycle(container.startup(), container.engine)
+                run, _ = portal.start_task(lifecycle.run)
         except (StartUpError, EngineFailed) as error:
             raise SettingsError(str(error)) from error
         try:
@@ -86,10 +95,21 @@ def running(settings: EngineSettings, sampling: SamplingSettings) -> Iterator[Se
         yield Session(container.engine(), container.tokenizer(), sampling)
 
 
-def generate(settings: EngineSettings, sampling: SamplingSettings, prompt: str, stats: bool) -> int:
-    """Continue `prompt` on stdout; returns the exit code. Raises SettingsError."""
+def generate(settings: EngineSettings, sampling: SamplingSettings, prompt: str | None, stats: bool) -> int:
+    """Continue `prompt`, or what stdin says, on stdout; returns the exit code. Raises SettingsError."""
+    text = piped(sys.stdin) if prompt is None else prompt
     with running(settings, sampling) as session:
-        return complete(session, prompt, stats, sys.stdout)
+        return complete(session, text, stats, sys.stdout)
+
+
+def piped(stdin: TextIO | None) -> str:
+    """All that comes in, without the last end of a line. Raises SettingsError where nobody pipes anything."""
+    if stdin is None or stdin.isatty():
+        raise SettingsError("generate needs a PROMPT: give it in quotes, or pipe it in")
+    try:
+        return stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"the prompt on standard input is not text ({error})") from error
 
 
 def complete(session: Session, prompt: str, stats: bool, out: TextIO) -> int:
@@ -102,7 +122,7 @@ def complete(session: Session, prompt: str, stats: bool, out: TextIO) -> int:
     try:
         answer = show(session.answer(session.tokenizer.encode(prompt)), write)
     except InvalidRequest as error:
-        raise SettingsError(f"the prompt: {error}") from error
+        raise SettingsError(str(error)) from error
     out.write("\n")
     return close(answer, stats) or (0 if answer.last is not None else INTERRUPTED)
 
@@ -126,7 +146,7 @@ def talk(
     """The turns of a chat; `read` asks for a line, and raises EOFError at the end of input."""
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages: list[dict[str, Any]] = list(opening)
-    console.print("Ctrl-C ends an answer, /reset the talk, Ctrl-D leaves.", style="dim")
+    console.print(_KEYS, style="dim")
     while True:
         try:
             line = read("[bold cyan]>[/] ").strip()
@@ -135,10 +155,17 @@ def talk(
         except KeyboardInterrupt:
             console.print()
             continue
-        if line == _RESET:
-            messages = list(opening)
-            continue
         if not line:
+            continue
+        command = line.split()[0]
+        if _COMMAND.fullmatch(command):
+            if command == _EXIT:
+                return 0
+            if command == _RESET:
+                messages = list(opening)
+            else:
+                unknown = "" if command == _HELP else f"{command} is none of {_HELP}, {_RESET} and {_EXIT}. "
+                console.print(unknown + _KEYS, style="dim", markup=False)
             continue
         turn = {"role": "user", "content": line}
         try:
@@ -153,6 +180,8 @@ def talk(
         console.print()
         if close(answer, stats) != 0:
             return FAILED
+        if reason := cut_by(answer, session.sampling):
+            console.print(f"(cut: {reason})", style="dim")
         messages += [turn, {"role": "assistant", "content": answer.text}]
 
 
@@ -192,6 +221,13 @@ def close(answer: Answer, stats: bool) -> int:
     if stats and answer.tokens:
         print(describe(answer), file=sys.stderr)
     return 0
+
+
+def cut_by(answer: Answer, sampling: SamplingSettings) -> str | None:
+    """What ended an answer that the model would have gone on with."""
+    if answer.last is None or answer.last.finish_reason != "length":
+        return None
+    return "--max-tokens" if answer.tokens == sampling.max_tokens else "the context is full"
 
 
 def describe(answer: Answer) -> str:

@@ -7,16 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from app.cli import main
-from app.sampling_settings import SamplingSettings
-from app.settings import EngineSettings, ServerSettings
-from app.terminal import Session, complete, talk
+from app.cli import main, parse
+from app.sampling_settings import ChatSettings, SamplingSettings
+from app.settings import EngineSettings, ServerSettings, SettingsError
+from app.terminal import Session, complete, piped, started, talk
 from app.training_settings import TrainingSettings
 from app.version import version
 from tests.engine.fakes import CountingWorker, LetterTokenizer, letters, running_engine
@@ -25,7 +26,7 @@ from tests.tiny_model import save_tiny_model
 FLAGS = {
     "serve": (ServerSettings,),
     "generate": (EngineSettings, SamplingSettings),
-    "chat": (EngineSettings, SamplingSettings),
+    "chat": (EngineSettings, ChatSettings),
     "train-drafter": (EngineSettings, TrainingSettings),
 }
 
@@ -55,7 +56,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["serve", "--prot", "1"], "--port"),
         (["srve"], "serve"),
-        (["generate"], "PROMPT"),
         (["generate", "hi", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
         (["chat", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
         (["serve", "--model", "/nowhere.gguf"], "/nowhere.gguf"),
@@ -76,6 +76,50 @@ def test_what_cannot_be_run_is_said_in_one_line_with_exit_code_2(
     assert err.startswith("tandem: error: ")
     assert part in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["serve", "--max-model-len", "512"], "did you mean --context-length?"),
+        (["serve", "--tensor-parallel-size", "2"], "did you mean --tp-size?"),
+        (["serve", "--tp=2"], "did you mean --tp-size?"),
+        (["serve", "-c", "512"], "did you mean --context-length?"),
+        (["chat", "-m", "x.gguf"], "did you mean --model?"),
+        (["generate", "hi", "-n", "8"], "did you mean --max-tokens?"),
+        (["serve", "--gpu-memory-utilization", "0.9"], "did you mean --mem-fraction-static?"),
+        (["serve", "--max-num-seqs", "8"], "did you mean --max-running-requests?"),
+        (["serve", "--trust-remote-code"], "not needed"),
+        (["serve", "-ngl", "99"], "not needed"),
+        (["serve", "nosuch"], "--model nosuch"),
+        (["chat", "nosuch"], "--model nosuch"),
+        (["generate", "two", "words"], "quotes"),
+        (["generate", "-"], "standard input is read"),
+    ],
+)
+def test_an_error_says_what_was_meant(argv: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "-n", "--foo"])
+def test_what_a_command_has_nothing_like_is_left_without_a_hint(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", flag, "1"]) == 2
+    assert capsys.readouterr().err == f"tandem: error: unknown option {flag}\n"
+
+
+def test_flags_of_a_command_alone_can_be_set_in_the_environment_too() -> None:
+    _, bound = parse(["chat"], {"TANDEM_STATS": "1", "TANDEM_SYSTEM": "be brief"})
+    assert (bound.arguments["stats"], bound.arguments["system"]) == (True, "be brief")
+    assert parse(["serve"], {"TANDEM_STATS": "1"})[0].__name__ == "serve"
+
+
+@pytest.mark.parametrize("variable", ["TANDEM_PROMPT", "TANDEM_SETTINGS", "TANDEM_OUT"])
+def test_what_is_no_flag_is_no_setting(variable: str) -> None:
+    with pytest.raises(SettingsError, match=variable):
+        parse(["generate", "hi"], {variable: "1"})
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +169,47 @@ def test_chat_without_stdin_is_refused() -> None:
     assert done.stderr.startswith("tandem: error: chat reads from stdin")
 
 
-def test_generate_refuses_a_prompt_that_does_not_fit(
-    model: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("a" * 256, "the prompt has 256 tokens, which leaves no room in a context of 256"),
+        ("", "the prompt has no tokens"),
+    ],
+)
+def test_generate_refuses_a_prompt_that_cannot_be_continued(
+    model: list[str], prompt: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", "a" * 256, *model]) == 2
-    assert "256" in capsys.readouterr().err
+    assert main(["generate", prompt, *model]) == 2
+    assert capsys.readouterr().err == f"tandem: error: {reason}\n"
+
+
+def test_without_a_prompt_generate_continues_what_is_piped_in() -> None:
+    assert piped(io.StringIO("one\ntwo\n")) == "one\ntwo"
+    with pytest.raises(SettingsError, match="not text"):
+        piped(io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stdin", [None, Keyboard()])
+def test_generate_needs_a_prompt_where_nothing_is_piped_in(stdin: io.StringIO | None) -> None:
+    with pytest.raises(SettingsError, match="PROMPT"):
+        piped(stdin)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_which_model_loads_and_shows_nothing_of_it_afterwards(
+    model: list[str], terminal: bool
+) -> None:
+    screen = io.StringIO()
+    settings = parse(["chat", *model], {})[1].arguments["settings"]
+    with started(settings, Console(file=screen, force_terminal=terminal, width=200)):
+        shown = screen.getvalue()
+    assert (f"loading {Path(model[1]).name}…" in shown) == terminal
+    assert shown.endswith(ERASE_LINE) == terminal
 
 
 class ChatTokenizer(LetterTokenizer):
@@ -156,6 +236,9 @@ class Screen(io.StringIO):
             self._enough = None
             raise KeyboardInterrupt
         return written
+
+
+ERASE_LINE = "\x1b[2K"
 
 
 @pytest.fixture
@@ -193,9 +276,53 @@ def test_chat_answers_knowing_what_was_said(session: Session) -> None:
     ]
 
 
-def test_reset_forgets_all_but_the_system_message(session: Session) -> None:
-    hold_talk(session, ["abc", "/reset", "x"], Screen(), system="s")
+@pytest.mark.parametrize("line", ["/reset", "/reset now"])
+def test_reset_forgets_all_but_the_system_message(session: Session, line: str) -> None:
+    hold_talk(session, ["abc", line, "x"], Screen(), system="s")
     assert session.tokenizer.seen == [("system", "s"), ("user", "x")]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prompt", "mark"),
+    [
+        (SamplingSettings(max_tokens=4), "abc", "(cut: --max-tokens)"),
+        (ChatSettings(), "abc", "(cut: the context is full)"),
+        (SamplingSettings(max_tokens=4, stop=("e",)), "abc", ""),
+    ],
+)
+def test_an_answer_that_was_cut_says_by_what(
+    session: Session, sampling: SamplingSettings, prompt: str, mark: str
+) -> None:
+    screen = Screen()
+    hold_talk(replace(session, sampling=sampling), [prompt], screen)
+    assert screen.getvalue().splitlines()[-1].startswith("(cut") == bool(mark)
+    assert mark in screen.getvalue()
+
+
+def test_an_answer_in_a_chat_has_an_end() -> None:
+    assert ChatSettings().max_tokens == 1024
+
+
+def test_exit_leaves(session: Session) -> None:
+    assert hold_talk(session, ["abc", "/exit", "x"], Screen()) == 0
+    assert session.tokenizer.seen == [("user", "abc")]
+
+
+@pytest.mark.parametrize("line", ["/help", "/quit", "/set temperature 2"])
+def test_what_begins_as_a_command_goes_to_no_model_and_the_commands_are_named(
+    session: Session, line: str
+) -> None:
+    screen = Screen()
+    hold_talk(session, [line, "abc"], screen)
+    told = screen.getvalue().splitlines()[1]
+    assert "/reset" in told and "/exit" in told
+    assert (line.split()[0] in told) == (line != "/help")
+    assert session.tokenizer.seen == [("user", "abc")]
+
+
+def test_a_path_is_no_command(session: Session) -> None:
+    hold_talk(session, ["/etc/hosts"], Screen())
+    assert session.tokenizer.seen == [("user", "/etc/hosts")]
 
 
 def test_ctrl_c_ends_an_answer_and_what_was_shown_of_it_stands(session: Session) -> None:
