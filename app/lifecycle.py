@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
@@ -46,10 +47,13 @@ class Lifecycle:
     `error` says why start-up or the decode loop failed; `ended` is True once `run` is through, for whatever reason.
     """
 
-    def __init__(self, startup: StartUpPort, engine: Callable[[], DecodeLoop]) -> None:
-        """`engine` is called once start-up is through."""
+    def __init__(
+        self, startup: StartUpPort, engine: Callable[[], DecodeLoop], address: str | None = None
+    ) -> None:
+        """`engine` is called once start-up is through. `address` is where the API is, for the log."""
         self._startup = startup
         self._get_engine = engine
+        self._address = address
         self._engine: DecodeLoop | None = None
         self._scope: CancelScope | None = None  # of a run that is starting up
         self._draining = False
@@ -85,6 +89,7 @@ class Lifecycle:
 
         Raises what start-up raises, or EngineFailed.
         """
+        self._began = time.monotonic()
         try:
             with CancelScope() as self._scope:
                 async with self._startup.run():
@@ -132,7 +137,8 @@ class Lifecycle:
         await to_thread.run_sync(engine.started.wait)
         if self._failure is None:
             task_status.started()
-            logger.info("ready")
+            where = "" if self._address is None else f" on {self._address}"
+            logger.info("ready%s in %.1f s", where, time.monotonic() - self._began)
 
     def _run_loop(self, engine: DecodeLoop) -> None:
         try:

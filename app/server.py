@@ -60,8 +60,15 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drain(self) -> None:
-        logger.info("draining: requests in flight have %g s to finish", self._drain_timeout)
+        logger.info("draining: %s", self._in_flight())
         self._draining = asyncio.create_task(self._finish())
+
+    def _in_flight(self) -> str:
+        count = self._lifecycle.num_unfinished
+        if not count:
+            return "no requests in flight"
+        some = "1 request in flight has" if count == 1 else f"{count} requests in flight have"
+        return f"{some} {self._drain_timeout:g} s to finish"
 
     async def _finish(self) -> None:
         deadline = time.monotonic() + self._drain_timeout
@@ -90,7 +97,10 @@ def serve(settings: ServerSettings, wire: Callable[[EngineSettings], Application
     """
     configure_logging(settings.log_level)
     container = wire(settings)
-    lifecycle = Lifecycle(container.startup(), container.engine)
+    listener = listen(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    lifecycle = Lifecycle(container.startup(), container.engine, f"{where}/v1")
     config = uvicorn.Config(
         create_app(container, lifecycle, settings),
         lifespan="on",
@@ -98,9 +108,6 @@ def serve(settings: ServerSettings, wire: Callable[[EngineSettings], Application
         access_log=settings.log_level == "debug",
     )
     server = Server(config, lifecycle, settings.drain_timeout)
-    listener = listen(settings.host, settings.port)
-    host, port = listener.getsockname()[:2]
-    where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     logger.info("listening on %s while %s loads", where, container.model_files().name)
     server.run(sockets=[listener])
     if server.exit_code == UNUSABLE:
@@ -129,8 +136,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # what follows is the address once more
         raise SettingsError(
-            f"cannot listen on {host} port {port}: {error.strerror} (choose another --host or --port)"
+            f"cannot listen on {host} port {port}: {reason} (choose another --host or --port)"
         ) from error
 
 

@@ -12,6 +12,8 @@ from anyio import CancelScope, to_thread
 
 logger = logging.getLogger(__name__)
 
+_QUICK = 0.05  # seconds
+
 
 class Runner(Protocol):
     """What start-up asks of a worker's runner."""
@@ -45,10 +47,19 @@ class _Action(NamedTuple):
 class StartUp:
     """The four hooks. `stage` is the hook that runs or ran last."""
 
-    def __init__(self, runners: Callable[[], Sequence[Runner]], worker: Callable[[], Worker]) -> None:
-        """Both are called when start-up begins. `runners` are in order: the target, then the drafter if any."""
+    def __init__(
+        self,
+        runners: Callable[[], Sequence[Runner]],
+        worker: Callable[[], Worker],
+        quick: float = _QUICK,
+    ) -> None:
+        """Both are called when start-up begins. `runners` are in order: the target, then the drafter if any.
+
+        Hooks that take less than `quick` seconds are logged for debugging only.
+        """
         self._runners = runners
         self._worker = worker
+        self._quick = quick
         self.stage = "created"
 
     @asynccontextmanager
@@ -68,7 +79,8 @@ class StartUp:
                         f"start-up failed at {action.hook} of the {action.role} worker: {error}"
                     ) from error
                 seconds = time.monotonic() - start
-                logger.info("%s of the %s worker: %.1f s", action.hook, action.role, seconds)
+                level = logging.DEBUG if seconds < self._quick else logging.INFO
+                logger.log(level, "%s of the %s worker: %.1f s", action.hook, action.role, seconds)
                 if action.undo is not None:
                     undo.push_async_callback(_on_thread, action.undo)
             yield

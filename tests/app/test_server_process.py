@@ -58,7 +58,8 @@ class Process:
             assert line, f"it never listened:\n{self.log}"
             self.log += line
             address = re.search(r"listening on (http://\S+)", line)
-        self.client = httpx.Client(base_url=address[1], timeout=DEADLINE)
+        self.address = address[1]
+        self.client = httpx.Client(base_url=self.address, timeout=DEADLINE)
 
     def _stderr(self):  # type: ignore[no-untyped-def]
         assert self.popen.stderr is not None
@@ -147,6 +148,8 @@ def test_it_serves_drains_and_exits_with_0(model: Path) -> None:
         assert done == "[DONE]"
         assert json.loads(last)["choices"][0]["finish_reason"] == "length"
         assert server.exit_code() == 0
+        assert re.search(rf"ready on {server.address}/v1 in \d+\.\d s$", server.log, re.MULTILINE)
+        assert "draining: 1 request in flight has 30 s to finish" in server.log
 
 
 def test_a_second_signal_forces(model: Path) -> None:
@@ -189,8 +192,18 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"port {port}: .*--port"):
+        with pytest.raises(SettingsError) as error:
             listen("127.0.0.1", port)
+    assert str(error.value) == (
+        f"cannot listen on 127.0.0.1 port {port}: Address already in use (choose another --host or --port)"
+    )
+
+
+def test_an_address_that_is_not_here_is_named() -> None:
+    with pytest.raises(SettingsError, match="cannot listen on 192.0.2.1 port 80"):
+        listen("192.0.2.1", 80)
+    with pytest.raises(SettingsError, match=r"cannot listen on no\.such\.host\.invalid port 80: \w"):
+        listen("no.such.host.invalid", 80)
 
 
 def test_a_decode_loop_that_dies_answers_everyone_and_ends_the_process(model: Path) -> None:
@@ -252,6 +265,7 @@ def test_a_signal_while_the_model_loads_ends_it_at_once(model: Path) -> None:
         assert server.client.get("/health").json()["stage"] == "runner"
         server.popen.send_signal(signal.SIGTERM)
         assert server.exit_code() == 0
+        assert "draining: no requests in flight" in server.log
 
 
 def test_a_step_that_does_not_come_back_cannot_hold_the_process(model: Path) -> None:

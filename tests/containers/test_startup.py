@@ -32,9 +32,9 @@ class Parts:
             raise ValueError("out of luck")
         self.log.append(what)
 
-    def startup(self) -> StartUp:
+    def startup(self, **options: float) -> StartUp:
         runners = [FakeRunner("target", self.note), FakeRunner("draft", self.note)]
-        return StartUp(lambda: runners, lambda: FakeWorker(self.note))
+        return StartUp(lambda: runners, lambda: FakeWorker(self.note), **options)
 
 
 class FakeRunner:
@@ -93,7 +93,7 @@ async def test_each_hook_is_through_for_every_worker_before_the_next() -> None:
 
 async def test_the_log_tells_each_hook_and_its_worker(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "containers.startup"):
-        async with Parts().startup().run():
+        async with Parts().startup(quick=0).run():
             pass
     told = [record.getMessage().partition(":")[0] for record in caplog.records]
     assert told[:3] == [
@@ -102,6 +102,13 @@ async def test_the_log_tells_each_hook_and_its_worker(caplog: pytest.LogCaptureF
         "attention_backends of the target worker",
     ]
     assert len(told) == len(HOOKS)
+
+
+async def test_what_takes_no_time_is_told_for_debugging_only(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "containers.startup"):
+        async with Parts().startup(quick=60).run():
+            pass
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG] * len(HOOKS)
 
 
 async def test_leaving_undoes_in_reverse() -> None:
