@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +21,7 @@ from containers.application import ApplicationContainer
 from speculative.pairing import target_digest
 from speculative.training.checkpoint import export
 from speculative.training.data import Example, read_examples
-from speculative.training.generate import SELF, Writing, write_out, writings
+from speculative.training.generate import SELF, Quota, Writing, write_out, writings
 from speculative.training.report import Facts, write_card, write_plots
 from speculative.training.start import decoder, shape_for, state_layer_ids, unused_token
 from speculative.training.states import TargetStates
@@ -27,6 +29,7 @@ from speculative.training.trainer import Progress as TrainingProgress
 from speculative.training.trainer import Trainer
 
 ANSWERS, RUN = "answers.jsonl", "run"
+_TELL = 20.0  # seconds between lines of a log
 
 
 def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Path) -> int:
@@ -64,28 +67,52 @@ def write(
     """Have the target write what `path` lacks of `sources`, each text as soon as it is complete."""
     records = [json.loads(line) for line in _whole_lines(path)]
     done = {record["id"] for record in records}
-    made_up = sum(len(record["token_ids"]) for record in records if record["id"].startswith(SELF))
-    files = [source for source in sources if source != SELF]
     wanted = training.tokens if SELF in sources else 0
+    quota = Quota(wanted, training.answer_tokens, concurrency)
+    for record in records:
+        if record["id"].startswith(SELF):
+            quota.add(len(record["token_ids"]))
 
-    def missing() -> Iterator[tuple[str, Writing]]:
-        for source in (*files, *([SELF] if wanted else [])):
-            for name, writing in writings(
-                source, container.tokenizer(), training.training_seed, training.answer_tokens
-            ):
-                if source == SELF and made_up >= wanted:
-                    return
-                if name not in done:
-                    yield name, writing
+    def missing(source: str) -> Iterator[tuple[str, Writing]]:
+        named = writings(source, container.tokenizer(), training.training_seed, training.answer_tokens)
+        return ((name, writing) for name, writing in named if name not in done)
 
+    submit = container.engine().submit
+    given = chain.from_iterable(missing(source) for source in sources if source != SELF)
+    texts = chain(
+        write_out(given, submit, lambda: concurrency), write_out(missing(SELF), submit, quota.texts)
+    )
+    count = tokens = 0
+    due = every(_TELL)
     with path.open("a", encoding="utf-8") as file, _bar(console) as bar:
-        task = bar.add_task("writing", total=wanted or None, completed=made_up)
-        for record in write_out(missing(), container.engine().submit, concurrency):
+        task = bar.add_task("writing", total=wanted or None, completed=quota.written)
+        for record in texts:
             file.write(json.dumps(record) + "\n")
             file.flush()
-            made_up += len(record["token_ids"]) if record["id"].startswith(SELF) else 0
-            bar.update(task, completed=made_up, description=f"writing: {len(done) + 1} texts")
             done.add(record["id"])
+            count, tokens = count + 1, tokens + len(record["token_ids"])
+            if record["id"].startswith(SELF):
+                quota.add(len(record["token_ids"]))
+            bar.update(task, completed=quota.written, description=f"writing: {len(done)} texts")
+            if not console.is_terminal and due():
+                console.print(f"writing: {count} texts, {tokens} tokens", markup=False, soft_wrap=True)
+    if sources:
+        console.print(f"wrote {count} texts, {tokens} tokens to {path}", markup=False, soft_wrap=True)
+
+
+def every(seconds: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
+    """Asks whether `seconds` have gone by since it last said so."""
+    last = clock()
+
+    def due() -> bool:
+        nonlocal last
+        now = clock()
+        if now - last < seconds:
+            return False
+        last = now
+        return True
+
+    return due
 
 
 def learn(
@@ -133,7 +160,7 @@ def learn(
             export(out, trainer.drafter, trainer.draft_token_ids, options.weights, extra)
             write_card(out, trainer, facts)
         write_plots(out, progress)
-        if not console.is_terminal:  # where the bar would show only at the end
+        if not console.is_terminal:
             console.print(f"{progress.seconds / 60:.1f} minutes, {describe(progress)}")
 
     with _bar(console) as bar:
@@ -159,8 +186,9 @@ def command_line(settings: EngineSettings, training: TrainingSettings, out: Path
 
 
 def _bar(console: Console) -> Progress:
+    """What moves on a terminal; a log has lines of its own."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def _whole_lines(path: Path) -> list[str]:

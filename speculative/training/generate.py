@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, repeat
+from math import ceil
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -132,12 +133,15 @@ def sampling_of(choice: random.Random, max_tokens: int) -> SamplingParams:
 
 
 def write_out(
-    writings: Iterable[tuple[str, Writing]], submit: Callable[[Request], None], concurrency: int
+    writings: Iterable[tuple[str, Writing]],
+    submit: Callable[[Request], None],
+    concurrency: Callable[[], int],
 ) -> Iterator[Record]:
     """Run `writings`, named, `concurrency` at a time; their records, with an `id`, in the order of completion.
 
-    Those that do not fit in the context, and those without an answer, are left out. Raises RuntimeError where the
-    engine ends a request with an error.
+    `concurrency` is asked before each one begins; at 0 those that run are the last. Those that do not fit in the
+    context, and those without an answer, are left out. Raises RuntimeError where the engine ends a request with an
+    error.
     """
     done: SimpleQueue[tuple[str, Writing, Completion | str]] = SimpleQueue()
     numbers, waiting, running = count(), iter(writings), 0
@@ -154,7 +158,7 @@ def write_out(
         return True
 
     while True:
-        while running < concurrency and (found := next(waiting, None)) is not None:
+        while running < concurrency() and (found := next(waiting, None)) is not None:
             running += ask(*found, None) is True
         if not running:
             return
@@ -165,6 +169,28 @@ def write_out(
         running -= result is not True
         if isinstance(result, dict) and result["answers"]:
             yield result
+
+
+class Quota:
+    """How many tokens are still to be made up, and how many texts at once they call for."""
+
+    def __init__(self, tokens: int, answer_tokens: int, most: int) -> None:
+        """`answer_tokens`: what a text is taken to be worth before one is there. `most`: texts at once."""
+        self._wanted, self._most = tokens, most
+        self._guessed = answer_tokens
+        self._texts = self.written = 0
+
+    def add(self, tokens: int) -> None:
+        """One more text is complete."""
+        self._texts += 1
+        self.written += tokens
+
+    def texts(self) -> int:
+        """Texts that may be under way now. What they cost on average is told by those so far, and by the guess as
+        by one of them, since the first ones that are complete are the short ones."""
+        missing = max(0, self._wanted - self.written)
+        cost = (self._guessed + self.written) / (1 + self._texts)
+        return min(self._most, ceil(missing / cost))
 
 
 def _request(request_id: str, ask: Ask, tell: Callable[[Completion | str], None]) -> Request:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
+from app.training import every
 from models.loader import inspect_model
 from models.options import ModelOptions
 from speculative.pairing import check_pairing, target_digest
@@ -47,18 +48,20 @@ def train(out: Path, arguments: Sequence[str], *more: str) -> int:
 def test_text_is_written_a_drafter_trained_and_both_continued(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(tmp_path, arguments, "--tokens", "9000", "--steps", "2") == 0
+    assert train(tmp_path, arguments, "--tokens", "18000", "--steps", "2") == 0
     answers = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
     tokens = sum(len(json.loads(line)["token_ids"]) for line in answers)
-    assert tokens >= 9000
+    assert tokens >= 18000
     target = inspect_model(ModelOptions(model=arguments[1]))
     drafter = inspect_model(ModelOptions(model=str(tmp_path)), drafter=True)
     check_pairing(drafter, target)
     assert drafter.dflash is not None
     assert drafter.dflash.target_digest == target_digest(target)
     assert drafter.dflash.accept_length is not None and drafter.dflash.accept_length >= 1.0
-    assert f"tandem train-drafter {tmp_path} --tokens 9000" in (tmp_path / "README.md").read_text()
-    assert "the drafter is in" in capsys.readouterr().err
+    assert f"tandem train-drafter {tmp_path} --tokens 18000" in (tmp_path / "README.md").read_text()
+    said = capsys.readouterr().err
+    assert f"wrote {len(answers)} texts, {tokens} tokens to {tmp_path / 'run' / 'answers.jsonl'}\n" in said
+    assert "the drafter is in" in said
 
     assert train(tmp_path, arguments, "--tokens", str(tokens + 200), "--steps", "4") == 0
     more = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
@@ -73,6 +76,12 @@ def test_no_minutes_write_text_only(arguments: list[str], tmp_path: Path) -> Non
     (line,) = (tmp_path / "out" / "run" / "answers.jsonl").read_text().splitlines()
     assert json.loads(line)["id"] == "prompts.jsonl-0"
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_log_gets_a_line_now_and_then() -> None:
+    times = iter([0, 5, 20, 39, 40, 100])
+    due = every(20, lambda: next(times))
+    assert [due() for _ in range(5)] == [False, True, False, True, True]
 
 
 def test_what_cannot_be_trained_on_is_said(

@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from engine.request import OutputEvent, Request
 from engine.tokenizer import Tokenizer, tokenizer_from_folder
 from speculative.training.data import Example, Sampler, blocks_at, encode, frequent_tokens, read_examples
-from speculative.training.generate import Writing, answered, made_up, write_out, writings
+from speculative.training.generate import Quota, Writing, answered, made_up, write_out, writings
 from tests.speculative.training.conftest import make_example
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -125,7 +125,7 @@ def written(
     tokenizer: Tokenizer, submit: Callable[[Request], None], source: str, count: int = 100
 ) -> list[dict[str, Any]]:
     texts = list(zip(range(count), writings(source, tokenizer, 0, 8), strict=False))
-    return list(write_out([text for _, text in texts], submit, concurrency=3))
+    return list(write_out([text for _, text in texts], submit, lambda: 3))
 
 
 def test_made_up_conversations_begin_with_a_question_of_the_targets_own(tokenizer: Tokenizer) -> None:
@@ -180,7 +180,27 @@ def test_so_many_run_at_once(tokenizer: Tokenizer) -> None:
             held.clear()
 
     texts = [(str(n), _one(tokenizer)) for n in range(6)]
-    assert len(list(write_out(texts, submit, concurrency=3))) == 6
+    assert len(list(write_out(texts, submit, lambda: 3))) == 6
+
+
+def test_no_more_texts_are_begun_than_the_missing_tokens_call_for() -> None:
+    quota = Quota(tokens=300, answer_tokens=100, most=16)
+    assert quota.texts() == 3
+    quota.add(20)  # of 280 that are missing, at 60 a text
+    assert quota.texts() == 5
+    quota.add(280)
+    assert quota.texts() == 0
+
+
+def test_no_more_texts_are_begun_than_may_run_at_once() -> None:
+    assert Quota(tokens=10_000, answer_tokens=100, most=16).texts() == 16
+
+
+def test_little_text_is_written_where_little_is_wanted(tokenizer: Tokenizer) -> None:
+    quota = Quota(tokens=300, answer_tokens=100, most=64)
+    for record in write_out(writings("self", tokenizer, 0, 8), Target(tokenizer).submit, quota.texts):
+        quota.add(len(record["token_ids"]))
+    assert 300 <= quota.written < 600
 
 
 def _one(tokenizer: Tokenizer) -> Writing:
@@ -192,4 +212,4 @@ def test_an_engine_that_fails_is_not_mistaken_for_a_short_answer(tokenizer: Toke
         request.sink(OutputEvent(request.request_id, "", (), finish_reason="error", error="no memory"))
 
     with pytest.raises(RuntimeError, match="no memory"):
-        list(write_out([("x", made_up(tokenizer, random.Random(0), 8))], submit, 1))
+        list(write_out([("x", made_up(tokenizer, random.Random(0), 8))], submit, lambda: 1))
