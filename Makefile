@@ -1,4 +1,5 @@
-# `make serve` and `make test` need nothing done before: they create .venv and install into it, once.
+# `make serve` and `make test` need nothing done before: they create .venv and install into it, once. `make help` lists
+# what else there is.
 
 PYTHON ?= python3
 # Left empty, these are the server's own defaults: 127.0.0.1 and 8000, or what TANDEM_HOST and TANDEM_PORT say.
@@ -21,25 +22,27 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 
 SOURCES := pyproject.toml setup.py constraints.txt kernels/cpu/build.py $(wildcard kernels/cpu/src/*)
 
-.PHONY: serve test test-native lint venv
+.PHONY: serve test test-native lint venv help
 
-serve: .venv/installed
-	$(BIN)/tandem serve $(if $(HOST),--host $(HOST) )$(if $(PORT),--port $(PORT) )$(if $(MODEL),--model $(MODEL) )$(ARGS)
+serve: .venv/installed  ## Serve a model: MODEL=, HOST=, PORT=, further flags in ARGS=
+	$(BIN)/tandem serve $(if $(HOST),--host $(HOST) )$(if $(PORT),--port $(PORT) )$(if $(MODEL),--model '$(MODEL)' )$(ARGS)
 
-test: lint
+test: lint  ## Lint, then all tests
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-# The kernels' tests on a build with the address and undefined-behaviour sanitizers.
-test-native: .venv/installed-dev
+test-native: .venv/installed-dev  ## The kernels' tests, with the address and undefined-behaviour sanitizers
 	env $$($(BIN)/python -m kernels.cpu.build --sanitize) $(BIN)/pytest tests/kernels $(PYTEST_ARGS)
 
-lint: .venv/installed-dev
+lint: .venv/installed-dev  ## Style, types and layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-venv: .venv/installed-dev
+venv: .venv/installed-dev  ## Only .venv, with what development needs
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info[:2] <= (3, 13) else \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -26,6 +27,8 @@ from containers.application import ApplicationContainer
 from kernels.threads import default_threads, set_threads
 from models.base import ModelError
 from models.loader import resolve_device
+
+logger = logging.getLogger(__name__)
 
 
 def build(settings: EngineSettings) -> ApplicationContainer:
@@ -51,6 +54,8 @@ def build(settings: EngineSettings) -> ApplicationContainer:
 
 def _check_attention_backends(settings: EngineSettings) -> None:
     """Whether they are known and run on the device. Whether they can serve this model is seen once it is loaded."""
+    if settings.enable_pdmux and resolve_device(settings.device).type == "cpu":
+        logger.warning("--enable-pdmux has no use on a CPU, which has no SMs to share out: it needs a GPU")
     for setting in (
         "attention_backend",
         "prefill_attention_backend",

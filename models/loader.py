@@ -201,7 +201,9 @@ def hub_snapshot(repo_id: str, pickled: bool = False) -> Path:
         ) from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{repo_id}: not a local path, not in the local cache, and the Hugging Face hub cannot be reached"
+            f"{repo_id}: not a local path, not in the local cache, and the Hugging Face hub cannot be reached: check "
+            "the network (HF_ENDPOINT names another hub, HF_HOME another cache), or download the model elsewhere and "
+            "give its folder"
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{repo_id}: the download from the Hugging Face hub failed ({error})") from error

@@ -108,6 +108,14 @@ def test_pdmux_serves_as_plain_does_and_decodes_on_the_backend_of_the_group(
         assert ForwardMode.DECODE not in {mode for mode, _ in passes(runner.attn_backend)}
 
 
+def test_pdmux_on_a_cpu_is_warned_of(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    argv = ["serve", "--model", str(model), "--device", "cpu", "--threads", "1"]
+    build(parse(argv, {})[1].arguments["settings"])
+    assert not caplog.records
+    build(parse([*argv, "--enable-pdmux"], {})[1].arguments["settings"])
+    assert "--enable-pdmux" in caplog.text and "needs a GPU" in caplog.text
+
+
 def test_two_batch_overlap_serves_as_plain_does_and_halves_the_batch(
     model: Path, plain: list[list[str]]
 ) -> None:

@@ -158,7 +158,8 @@ def test_a_hub_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "some-org/some-model: not a local path" in said.stdout
-    assert "cannot be reached" in said.stdout
+    assert "cannot be reached: check the network (HF_ENDPOINT" in said.stdout
+    assert "give its folder" in said.stdout
 
 
 def test_a_folder_without_configuration_or_weights_is_refused(folder: Path) -> None:
