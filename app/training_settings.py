@@ -93,6 +93,14 @@ class TrainingSettings:
     blocks_per_step: Annotated[
         int, Parameter(group=_TRAINING, validator=_POSITIVE, help="Blocks in a step of the optimiser.")
     ] = _DEFAULT.anchors_per_step
+    decay: Annotated[
+        float,
+        Parameter(
+            group=_TRAINING,
+            validator=Number(gt=0),
+            help="Offsets over which the weight of a block's tokens falls by e: few for a drafter of short drafts.",
+        ),
+    ] = _DEFAULT.decay
     weights: Annotated[
         Weights,
         Parameter(
@@ -131,6 +139,7 @@ class TrainingSettings:
             steps=self.steps,
             learning_rate=self.learning_rate,
             anchors_per_step=self.blocks_per_step,
+            decay=self.decay,
             weights=self.weights,
             cache_bytes=int(self.cache_gb * 1e9),
             seed=self.training_seed,

@@ -32,7 +32,8 @@ LOOK_EVERY = (
 PROBE_AGE = 128  # steps after which a measurement is taken again
 MAX_CREDIT = 10.0  # in steps: how much of the probe share can be saved up
 THRESHOLDS = tuple(i / 10 for i in range(10))  # at which the worth of drafts is kept
-WORTH_SHARE = 1 / 16  # share by which one draft changes it
+WORTH_SHARE = 1 / 16  # share by which one draft changes it, once there have been some
+WORTH_PRIOR = 3  # drafts that what it begins with is worth
 RATE_KEPT = 0.95  # weight that the expected rate of a step keeps from one to the next
 
 
@@ -172,14 +173,17 @@ class DraftWorth:
 
     def __init__(self, like: DraftWorth | None = None, chances: Sequence[float] = ()) -> None:
         """Begins as `like`, or as if all drafts had these `chances`."""
+        self._drafts = WORTH_PRIOR
         self._worth: list[float] = [_worth(chances, threshold) for threshold in THRESHOLDS]
         if like is not None:
             self._worth = list(like._worth)
 
     def observe(self, chances: Sequence[float]) -> None:
         """Another draft, whose tokens have these chances, falling."""
+        self._drafts += 1
+        share = max(WORTH_SHARE, 1 / self._drafts)
         for i, threshold in enumerate(THRESHOLDS):
-            self._worth[i] += WORTH_SHARE * (_worth(chances, threshold) - self._worth[i])
+            self._worth[i] += share * (_worth(chances, threshold) - self._worth[i])
 
     def above(self, threshold: float) -> float:
         """Its mean at a threshold of 0 or more."""

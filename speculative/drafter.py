@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.request import Request, SamplingParams
@@ -38,7 +36,7 @@ class Drafter(ABC):
         self.num_draft_tokens = num_draft_tokens
         self.scratch_size = num_draft_tokens  # slots for what is drafted for a request
         self.vocabulary = DraftVocabulary(vocab_size)
-        self._valid: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self._valid = bytearray()  # most steps change one or two of it, for which an array is slow
 
     @property
     def short_draft(self) -> int:
@@ -58,7 +56,7 @@ class Drafter(ABC):
         """Start-up, once the runner is up."""
         pool = self.runner.kv_pool
         assert pool is not None
-        self._valid = np.zeros(pool.num_slots, dtype=np.bool_)
+        self._valid = bytearray(pool.num_slots)
 
     def time_draft(self, limit: int) -> float:
         """Seconds that a draft of `limit` tokens for one request takes. For start-up, when all slots are free."""
@@ -92,20 +90,21 @@ class Drafter(ABC):
         for step in steps:
             request, start = step.request, step.request.cached_len
             end = start + step.num_tokens + len(step.drafts)
-            self._valid[request.slots[max(start, request.tree_len) : end]] = False
+            for slot in request.slots[max(start, request.tree_len) : end]:
+                self._valid[slot] = False
 
     def fill(self, slots: Sequence[int]) -> None:
         """The drafter's entries in `slots` are those of the tokens that are there."""
-        self._valid[slots] = True
+        for slot in slots:
+            self._valid[slot] = True
 
-    def filled(self, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """For which of `slots` that is so, [len(slots)]."""
-        return self._valid[slots]
+    def filled(self, slots: Sequence[int]) -> list[bool]:
+        """For which of `slots` that is so."""
+        return [self._valid[slot] == 1 for slot in slots]
 
     def num_filled(self, slots: Sequence[int]) -> int:
         """For how many of the first of `slots` that is so without a gap."""
-        missing = np.flatnonzero(~self.filled(slots))
-        return int(missing[0]) if len(missing) else len(slots)
+        return next((i for i, slot in enumerate(slots) if not self._valid[slot]), len(slots))
 
     @abstractmethod
     def committed(self, request: Request, num_tokens: int) -> None:

@@ -97,7 +97,8 @@ class FeatureDrafter(Drafter):
         assert pool is not None
         new_slots = request.slots[: len(old_slots)]
         # A slot that stays is filled both before and after, or neither.
-        lacking = self.filled(old_slots) & ~self.filled(new_slots)
+        filled = zip(self.filled(old_slots), self.filled(new_slots), strict=True)
+        lacking = [before and not after for before, after in filled]
         old, new = list(compress(old_slots, lacking)), list(compress(new_slots, lacking))
         pool.copy(self.tensor(old), self.tensor(new))
         self.fill(new)
