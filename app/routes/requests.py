@@ -45,7 +45,7 @@ async def read_bytes(request: Request, limit: int) -> bytes:
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise ApiError(415, f"the content type must be application/json, not {content_type!r}")
-    declared = request.headers.get("content-length", "")
+    declared = request.headers.get("content-length", "").lstrip("0")[:20]  # Python reads no 5000 digits
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     body = bytearray()

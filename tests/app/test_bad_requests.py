@@ -8,7 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
 
+from app.errors import ApiError
+from app.routes.requests import read_bytes
 from tests.app.fakes import http_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -259,6 +262,22 @@ def test_the_limit_holds_where_no_length_is_declared(client: httpx.Client) -> No
     whole = json.dumps({"prompt": "x" * 100_000}).encode()
     pieces = (whole[start : start + 10_000] for start in range(0, len(whole), 10_000))
     assert_error(client.post(COMPLETIONS, content=pieces, headers=JSON), 413)
+
+
+@pytest.mark.asyncio
+async def test_a_length_may_have_any_number_of_digits() -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    def request(length: str) -> Request:
+        headers = {"content-type": "application/json", "content-length": length}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return Request({"type": "http", "method": "POST", "headers": raw}, receive)
+
+    assert await read_bytes(request("0" * 5000 + "2"), 2) == b"{}"
+    with pytest.raises(ApiError) as refused:
+        await read_bytes(request("9" * 5000), 2)
+    assert refused.value.status == 413
 
 
 def test_the_server_still_serves_after_all_this(client: httpx.Client) -> None:
