@@ -7,9 +7,15 @@ from collections.abc import Iterable
 
 from app.answers import ChatLogprob, ChatLogprobs, ChosenLogprob, CompletionLogprobs
 from app.deps import TokenizerPort
-from engine.request import TokenLogprob
+from engine.request import OutputEvent, TokenLogprob
 
 _FLOOR = -9999.0  # JSON has no -inf
+
+
+def num_logprobs(outputs: Iterable[OutputEvent]) -> int:
+    """How many log-probabilities there are to write, alternatives included."""
+    entries = (entry for output in outputs for entry in (*(output.prompt_logprobs or ()), *output.logprobs))
+    return sum(1 + len(entry.top) for entry in entries if entry is not None)
 
 
 def chat_logprobs(tokenizer: TokenizerPort, logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from itertools import chain
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -23,12 +25,12 @@ from app.answers import (
 )
 from app.chat import chat_prompt
 from app.deps import ServerDeps
-from app.generation import Generator, collect
-from app.logprobs import chat_logprobs
+from app.generation import Burst, Generator, collect
+from app.logprobs import chat_logprobs, num_logprobs
 from app.protocol import ChatBody
 from app.routes.requests import api_route, json_response, read_body
 from app.sse import EventStream, event
-from app.tokenizing import resolve_max_tokens
+from app.tokenizing import off_loop, resolve_max_tokens
 from engine.request import OutputEvent
 
 
@@ -74,11 +76,15 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
                 data += chunk([end])
             return data
 
+        def written(burst: Burst) -> bytes:
+            return b"".join(pieces(index, output) for index, output in burst)
+
         async def chunks() -> AsyncIterator[bytes]:
             opening = ChatDelta(role="assistant", content="")
             yield b"".join(chunk([ChatChunkChoice(index, opening)]) for index in range(n))
             async for burst in generation:
-                if data := b"".join(pieces(index, output) for index, output in burst):
+                size = num_logprobs(output for _, output in burst)
+                if data := await off_loop(partial(written, burst), size):
                     yield data
             if body.include_usage:
                 yield chunk([], generation.usage())
@@ -91,7 +97,11 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
         if body.stream:
             return EventStream(generation, chunks())
         outputs = await collect(generation, request.receive)
-        choices = [choice(index, events) for index, events in enumerate(outputs)]
-        return json_response(ChatCompletion(api_id, created, model, choices, generation.usage()))
+
+        def whole() -> Response:
+            choices = [choice(index, events) for index, events in enumerate(outputs)]
+            return json_response(ChatCompletion(api_id, created, model, choices, generation.usage()))
+
+        return await off_loop(whole, num_logprobs(chain.from_iterable(outputs)))
 
     return [api_route("/v1/chat/completions", chat_completions, deps)]

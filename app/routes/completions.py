@@ -6,6 +6,8 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -14,12 +16,12 @@ from starlette.routing import BaseRoute
 
 from app.answers import Completion, CompletionChoice, CompletionLogprobs
 from app.deps import ServerDeps, TokenizerPort
-from app.generation import Generator, collect
-from app.logprobs import CompletionLogprobWriter, join_logprobs
+from app.generation import Burst, Generator, collect
+from app.logprobs import CompletionLogprobWriter, join_logprobs, num_logprobs
 from app.protocol import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from app.routes.requests import api_route, json_response, read_body
 from app.sse import EventStream, event
-from app.tokenizing import encode_prompts, resolve_max_tokens
+from app.tokenizing import encode_prompts, off_loop, resolve_max_tokens
 from engine.request import OutputEvent, TokenLogprob
 
 
@@ -68,7 +70,11 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         n = body.n or 1
-        echoes = [_prompt_text(tokenizer, prompt) if body.echo else None for prompt in body.prompt]
+        echoes: list[str] | list[None] = [None] * len(prompts)
+        if body.echo:
+            echoes = await off_loop(
+                lambda: [_prompt_text(tokenizer, prompt) for prompt in body.prompt], sum(map(len, prompts))
+            )
         writers = [
             _ChoiceWriter(
                 i * n + j,
@@ -86,10 +92,14 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
             usage = None if body.include_usage else UNSET
             return Completion(api_id, created, deps.served_model_name, choices, usage=usage)
 
+        def written(burst: Burst) -> bytes:
+            pieces = [writers[index].write(output) for index, output in burst]
+            return b"".join(event(answer([piece])) for piece in pieces if _says_something(piece))
+
         async def chunks() -> AsyncIterator[bytes]:
             async for burst in generation:
-                pieces = [writers[index].write(output) for index, output in burst]
-                if data := b"".join(event(answer([piece])) for piece in pieces if _says_something(piece)):
+                size = num_logprobs(output for _, output in burst)
+                if data := await off_loop(partial(written, burst), size):
                     yield data
             if body.include_usage:
                 last = answer([])
@@ -99,11 +109,15 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
         if body.stream:
             return EventStream(generation, chunks())
         outputs = await collect(generation, request.receive)
-        whole = answer(
-            [_join(list(map(w.write, events))) for w, events in zip(writers, outputs, strict=True)]
-        )
-        whole.usage = generation.usage()
-        return json_response(whole)
+
+        def whole() -> Response:
+            completion = answer(
+                [_join(list(map(w.write, events))) for w, events in zip(writers, outputs, strict=True)]
+            )
+            completion.usage = generation.usage()
+            return json_response(completion)
+
+        return await off_loop(whole, num_logprobs(chain.from_iterable(outputs)))
 
     return [api_route("/v1/completions", completions, deps)]
 

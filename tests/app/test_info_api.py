@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -51,23 +52,30 @@ def test_version_and_server_info(client: httpx.Client) -> None:
     assert client.get("/server_info").json() == {"version": "9.9", "stage": "ready"}
 
 
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
 class WatchedTokenizer(ByteTokenizer):
-    """Notes on which threads it is used."""
+    """Notes how much it does on which threads, in characters or tokens; nobody knows how much a template does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.threads: set[int] = set()
+        self.work: Counter[int] = Counter()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        self.threads.add(threading.get_ident())
+        self.work[threading.get_ident()] += len(text)
         return super().encode(text, add_special_tokens)
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.work[threading.get_ident()] += len(ids)
+        return super().decode(ids, skip_special_tokens)
+
     def token_bytes(self, token_id: int) -> bytes:
-        self.threads.add(threading.get_ident())
+        self.work[threading.get_ident()] += 1
         return super().token_bytes(token_id)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        self.threads.add(threading.get_ident())
+        self.work[threading.get_ident()] += 20_000
         return super().apply_chat_template(messages, **variables)
 
 
@@ -75,22 +83,44 @@ class WatchedTokenizer(ByteTokenizer):
     "body",
     [
         {"prompt": "x" * 20_000, "return_token_strs": True},
-        {"messages": [{"role": "user", "content": "x"}]},
+        {"messages": MESSAGES},
     ],
     ids=["long text", "a template"],
 )
 def test_the_event_loop_waits_neither_for_long_texts_nor_for_templates(body: dict[str, Any]) -> None:
-    engine = FakeEngine(tokenizer := WatchedTokenizer())
+    assert_off_loop("/tokenize", body)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": [65] * 1000, "echo": True, "logprobs": 20, "max_tokens": 0}),
+        ("/v1/completions", {"prompt": [[65] * 1000] * 20, "echo": True, "max_tokens": 0}),
+        ("/v1/completions", {"prompt": "x", "logprobs": 20, "max_tokens": 1000}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, "top_logprobs": 20}),
+    ],
+    ids=["logprobs of a prompt", "echoes", "logprobs of a completion", "logprobs of a message"],
+)
+def test_nor_for_long_answers(route: str, body: dict[str, Any], stream: bool) -> None:
+    assert_off_loop(route, {**body, "stream": stream})
+
+
+def assert_off_loop(route: str, body: dict[str, Any]) -> None:
+    """The tokenizer does next to nothing for the request on the event loop's thread."""
+    tokenizer = WatchedTokenizer()
+    engine = FakeEngine(ByteTokenizer(), "+" * 1000, tokens_per_step=1000)
     loops: set[int] = set()
-    app = make_app(engine)
+    app = make_app(engine, tokenizer=lambda: tokenizer, max_context_len=lambda: 2048)
 
     async def noting(scope: Any, receive: Any, send: Any) -> None:
         loops.add(threading.get_ident())
         await app(scope, receive, send)
 
     with engine, serving(noting) as url:
-        assert httpx.post(f"{url}/tokenize", json=body).status_code == 200
-    assert loops and tokenizer.threads and not loops & tokenizer.threads
+        assert httpx.post(f"{url}{route}", json=body, timeout=20).status_code == 200
+    [on_loop] = [tokenizer.work.pop(thread, 0) for thread in loops]
+    assert on_loop <= 1000 and tokenizer.work.total() >= 20_000
 
 
 def test_text_is_tokenized(client: httpx.Client, tokenizer: ByteTokenizer) -> None:
