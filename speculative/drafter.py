@@ -58,10 +58,14 @@ class Drafter(ABC):
         assert pool is not None
         self._valid = bytearray(pool.num_slots)
 
-    def time_draft(self, limit: int) -> float:
-        """Seconds that a draft of `limit` tokens for one request takes. For start-up, when all slots are free."""
+    def time_draft(self, limit: int) -> float | None:
+        """Seconds that a draft of at most `limit` tokens for one request takes; None where the context has no room for
+        one. For start-up, when all slots are free."""
         request = Request("warm-up", [0, 0], SamplingParams(temperature=0.0), sink=lambda event: None)
         request.slots, request.cached_len, request.table_row = [0], 1, 0
+        limit = min(limit, self.room(request))
+        if limit == 0:
+            return None
 
         def sampling_row(request: Request, vocab_size: int, drafts: tuple[int, ...]) -> SamplingRow:
             return SamplingRow.of(request, (), drafts=drafts)

@@ -81,9 +81,9 @@ class DraftingWorker(SpeculativeWorker):
         if self._drafter is None:
             return
         for limit in sorted({self._drafter.short_draft, self._drafter.num_draft_tokens - 1}) * TIMES_NEEDED:
-            self._controller.observe_drafting(
-                self._drafter.pass_rows([limit]), self._drafter.time_draft(limit)
-            )
+            seconds = self._drafter.time_draft(limit)
+            if seconds is not None:
+                self._controller.observe_drafting(self._drafter.pass_rows([limit]), seconds)
 
     def max_draft_tokens(self, request: Request) -> int:
         asked = request.speculation.num_draft_tokens

@@ -360,6 +360,15 @@ def test_long_blocks_are_drafted_where_short_ones_are_used_up(short: Pair, verif
     assert differ or not long, "the sizes of blocks can be told apart"
 
 
+@pytest.mark.parametrize("context", [1, 2, BLOCK, BLOCK + 1])
+def test_a_context_may_be_shorter_than_a_block(tmp_path: Path, context: int) -> None:
+    short = Pair.make(tmp_path, context, context)
+    with serving(short) as served:
+        served.worker.warm_up()
+        reply = served.ask([1] * (context - 1) or [1], max_tokens=min(1, context - 1))
+    assert reply.finish_reason == "length"
+
+
 # The target needs room for a draft and the token after it, the drafter for its whole block.
 @pytest.mark.parametrize(("context", "draft_context", "end"), [(96, 512, 94), (512, 96, 96 - BLOCK + 1)])
 def test_drafting_ends_at_the_context_limit_of_either_model(

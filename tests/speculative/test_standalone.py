@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,15 @@ def test_also_beside_each_other_and_for_choices_of_one_prompt(pair: Pair) -> Non
 def test_a_long_prompt_is_read_in_several_passes(served: Served) -> None:
     prompt = [RANDOM.randrange(256) for _ in range(MAX_EXTEND + 70)]
     hold_to_be_right(served.ask(prompt, max_tokens=LENGTH))
+
+
+@pytest.mark.parametrize("context", [1, 2, 16])
+def test_a_context_may_be_shorter_than_a_draft(tmp_path: Path, context: int) -> None:
+    short = Pair.make(tmp_path, context)
+    with serving(short, "standalone", drafter=twin_of_the_target(short)) as served:
+        served.worker.warm_up()
+        reply = served.ask([1] * (context - 1) or [1], max_tokens=min(1, context - 1))
+    assert reply.finish_reason == "length"
 
 
 def test_drafting_goes_up_to_the_context_limit(pair: Pair, served: Served) -> None:
