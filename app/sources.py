@@ -23,6 +23,11 @@ else:
 
 PREFIX = "TANDEM_"
 _OF_KERNELS = PREFIX + "CPU_"  # read by kernels/cpu itself
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".toml": tomllib.loads,
+    ".yaml": yaml.safe_load,
+    ".yml": yaml.safe_load,
+}
 
 
 class Sources:
@@ -70,15 +75,13 @@ class Sources:
 
 def _read(path: Path) -> dict[str, Any]:
     """The settings in a file, names spelled as fields."""
+    parse = _PARSERS.get(path.suffix)
+    if parse is None:
+        raise SettingsError(f"--config {path}: its name must end in .yaml, .yml or .toml")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".toml":
-            values = tomllib.loads(text)
-        elif path.suffix in (".yaml", ".yml"):
-            values = yaml.safe_load(text) or {}
-        else:
-            raise SettingsError(f"--config {path}: its name must end in .yaml, .yml or .toml")
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        values = parse(path.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        # A ValueError is a number or a date that is none, as well as text or TOML that cannot be decoded.
         reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise SettingsError(f"--config {path}: cannot be read ({reason})") from error
     if not isinstance(values, dict) or any(isinstance(value, dict) for value in values.values()):

@@ -184,6 +184,11 @@ BAD_FILES = {
     "not a mapping": ("tandem.yaml", "- port\n", "flat"),
     "unknown setting": ("tandem.yaml", "prot: 1\n", "prot"),
     "several values": ("tandem.yaml", "port: [1, 2]\n", "port"),
+    "a day that is none": ("tandem.yaml", "served-model-name: 2024-13-01\n", "month"),
+    "a number that is none": ("tandem.yml", "port: 0x_\n", "base 16"),
+    "a number too long to read": ("tandem.toml", f"port = {'9' * 5000}\n", "4300 digits"),
+    "deep yaml": ("tandem.yaml", "[" * 5000, "recursion"),
+    "deep toml": ("tandem.toml", "port = " + "[" * 5000, "recursion"),
 }
 
 
