@@ -135,8 +135,9 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]  # what follows is the address once more
+    except (OSError, TypeError) as error:  # a TypeError: no name of a host can be spelled so
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        reason = reason.partition(" (while")[0]  # what follows is the address once more
         raise SettingsError(
             f"cannot listen on {host} port {port}: {reason} (choose another --host or --port)"
         ) from error

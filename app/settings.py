@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that `tandem --help` answers at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,6 +35,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 class SettingsError(ValueError):
     """Settings that cannot be used. The text names the setting, and what to do."""
+
+
+def _is_text(value: object) -> bool:
+    return not isinstance(value, str) or value == value.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +234,11 @@ class EngineSettings:
 
     threads: Annotated[
         int | None,
-        Parameter(group=_PROCESS, validator=_POSITIVE, help="CPU threads (default: one a physical core)."),
+        Parameter(
+            group=_PROCESS,
+            validator=Number(gte=1, lte=1024),
+            help="CPU threads (default: one a physical core).",
+        ),
     ] = None
     log_level: Annotated[LogLevel, Parameter(group=_PROCESS, help="How much is logged.")] = "info"
     config: Annotated[
@@ -241,6 +250,11 @@ class EngineSettings:
         # An empty value is a variable that was never set, not a wish: no key, any address, this folder.
         if empty := next((name for name in self.__dataclass_fields__ if getattr(self, name) == ""), None):
             raise SettingsError(f"--{empty.replace('_', '-')} is empty: give it a value, or leave it out")
+        # Bytes of a command line or a variable that are no UTF-8; nothing that they name could be said in an answer.
+        if broken := next(
+            (name for name in self.__dataclass_fields__ if not _is_text(getattr(self, name))), None
+        ):
+            raise SettingsError(f"--{broken.replace('_', '-')} is not valid Unicode")
         if self.tp_size != 1:
             raise SettingsError(
                 f"--tp-size {self.tp_size} is not supported: a model runs on one device. Leave it out, and start a "
@@ -406,7 +420,7 @@ class ServerSettings(EngineSettings):
         float,
         Parameter(
             group=_SERVER,
-            validator=Number(gte=0),
+            validator=Number(gte=0, lt=math.inf),
             help="Seconds that requests in flight have to finish after SIGTERM.",
         ),
     ] = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -113,7 +114,7 @@ class TrainingSettings:
         float,
         Parameter(
             group=_TRAINING,
-            validator=Number(gte=0),
+            validator=Number(gte=0, lt=math.inf),
             help="Disk space for hidden states, which are then computed once.",
         ),
     ] = _DEFAULT.cache_bytes / 1e9

@@ -65,6 +65,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--api-key", ""], "--api-key"),
         (["serve", "--host", ""], "--host"),
         (["serve", "--model", ""], "--model"),
+        (["train-drafter", "/nowhere", "--data", "/nowhere", "--cache-gb", "inf"], "--cache-gb"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line_with_exit_code_2(

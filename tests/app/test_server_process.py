@@ -206,6 +206,12 @@ def test_an_address_that_is_not_here_is_named() -> None:
         listen("no.such.host.invalid", 80)
 
 
+@pytest.mark.parametrize("host", ["b\u00fccher..example", "a\0b"])
+def test_a_host_that_no_name_can_be_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host"):
+        listen(host, 0)
+
+
 def test_a_decode_loop_that_dies_answers_everyone_and_ends_the_process(model: Path) -> None:
     class Faulty(PlainWorker):
         def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:

@@ -112,6 +112,9 @@ UNKNOWN = {
     ),
     "range": (["--mem-fraction-static", "1.5"], {}, ["--mem-fraction-static", "1.5"]),
     "range in the environment": ([], {"TANDEM_PAGE_SIZE": "0"}, ["TANDEM_PAGE_SIZE", "0"]),
+    "threads": (["--threads", str(2**31)], {}, ["--threads", str(2**31)]),
+    "no end of draining": (["--drain-timeout", "inf"], {}, ["--drain-timeout", "inf"]),
+    "no Unicode": ([], {"TANDEM_SERVED_MODEL_NAME": "caf\udce9"}, ["--served-model-name", "Unicode"]),
     "template": (["--chat-template", "/nowhere.jinja"], {}, ["--chat-template", "/nowhere.jinja"]),
 }
 
