@@ -24,7 +24,7 @@ from engine.request import Request, SamplingParams, TokenLogprob
 
 Row = npt.NDArray[np.float32]
 
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)
+_MIN_TEMPERATURE, _MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def scale(logits: Row, temperature: float) -> Row:
     """logits / temperature, shifted so that the largest is 0: the same probabilities, without overflow."""
     scaled: Row = logits - logits.max()
     with np.errstate(over="ignore"):
-        scaled /= np.float32(max(temperature, _MIN_TEMPERATURE))
+        scaled /= np.float32(min(max(temperature, _MIN_TEMPERATURE), _MAX_TEMPERATURE))
     return scaled
 
 

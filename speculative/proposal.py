@@ -101,7 +101,8 @@ def _each(
 def _draw(row: Row, request: Request, position: int, vocabulary: DraftVocabulary) -> tuple[int, float]:
     """The token at `position`, and its probability."""
     params = request.sampling
-    columns = np.flatnonzero(row >= row.max() - _REACH * params.temperature)
+    with np.errstate(over="ignore"):
+        columns = np.flatnonzero(row >= row.max() - _REACH * params.temperature)
     scaled = scale(row[columns], params.temperature)
     if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
         kept = keep(scaled, params.top_k, params.top_p, params.min_p)

@@ -310,6 +310,14 @@ def test_bias_bans_and_forces(temperature: float) -> None:
     assert chosen(logits, row(temperature=0.0, logit_bias={best: -100.0})) == [second]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1e38, 1e39, 1e300])
+def test_nothing_that_is_masked_comes_up_however_hot_it_is(temperature: float) -> None:
+    rows = [row(position, min_tokens=1, temperature=temperature) for position in range(50)]
+    with np.errstate(all="raise", under="ignore"):
+        tokens = chosen(torch.zeros(1, 4).expand(50, -1), *rows)
+    assert set(tokens) == {0, 1, 3}
+
+
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_nothing_may_end_a_text_before_min_tokens(ignore_eos: bool) -> None:
     logits = torch.zeros(1, VOCAB)

@@ -96,6 +96,15 @@ def test_confidence_is_the_probability_of_the_token(temperature: float) -> None:
     assert list(proposal.levels) == [int((p > BOUNDS).sum()) for p in own]
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e38, 1e300])
+def test_any_temperature_can_be_drafted_at(temperature: float) -> None:
+    logits = 4 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(2))
+    request = make_request(temperature=temperature)
+    with np.errstate(all="raise", under="ignore"):
+        proposal = choose(logits, request, DraftVocabulary(VOCAB), sampling_row)
+    assert proposal.token_ids == chosen_by_the_target(logits, request)[: len(proposal.token_ids)] != ()
+
+
 def test_nothing_is_asked_for_no_rows() -> None:
     assert (
         choose(torch.empty(0, 3), make_request(temperature=0.0), DraftVocabulary(3), sampling_row)
