@@ -32,7 +32,8 @@ def draft_chains(
         logits = next_logits(active, [proposals[i] for i in active])
         for row, i in enumerate(active):
             proposals[i] = choose(logits[row : row + 1], requests[i], vocabulary, sampling_row, proposals[i])
-            chances[i] *= LEVEL_GUESSES[proposals[i].levels[-1]]
+            grown = len(proposals[i].levels) == length
+            chances[i] *= LEVEL_GUESSES[proposals[i].levels[-1]] if grown else 0.0
         active = [i for i in active if length < limits[i] and chances[i] > GIVE_UP]
         if not active:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def choose(
     before: Proposal = Proposal(),
 ) -> Proposal:
     """`before`, and tokens for the rows of `logits` [n, V'] float32, those that follow it: all n, or as many of the
-    first as there is any hope for.
+    first as there is any hope for. A row that is no numbers ends it, as there is nothing to choose by.
 
     A greedy request gets the best of each row. A sampled one gets what the target would draw from these logits: with
     its temperature, filters and noise at that position. Penalties, bias and min_tokens apply as they will to the
@@ -85,32 +86,36 @@ def _each(
     sampling_row: MakeSamplingRow,
     before: tuple[int, ...],
 ) -> Iterator[tuple[int, float]]:
-    """The token of each row, and its probability there."""
+    """The token of each row, and its probability there, up to the first row without usable logits."""
     if sampling_row(request, vocabulary.size, before).adjusts_logits:
         yield from _adjusted(rows, request, vocabulary, sampling_row, before)
         return
     first = request.num_tokens + len(before)
     for position, row in enumerate(rows, start=first):
+        column = int(row.argmax())  # of a NaN where there is one
+        if not math.isfinite(row[column]):
+            return
         if request.sampling.temperature == 0:
-            column = int(row.argmax())
             yield int(vocabulary.tokens(np.array(column))), float(1.0 / np.exp(row - row[column]).sum())
         else:
-            yield _draw(row, request, position, vocabulary)
+            yield _draw(row, row[column], request, position, vocabulary)
 
 
-def _draw(row: Row, request: Request, position: int, vocabulary: DraftVocabulary) -> tuple[int, float]:
-    """The token at `position`, and its probability."""
+def _draw(
+    row: Row, best: np.float32, request: Request, position: int, vocabulary: DraftVocabulary
+) -> tuple[int, float]:
+    """The token at `position`, and its probability. `best` is the highest logit of the row."""
     params = request.sampling
     with np.errstate(over="ignore"):
-        columns = np.flatnonzero(row >= row.max() - _REACH * params.temperature)
+        columns = np.flatnonzero(row >= best - _REACH * params.temperature)
     scaled = scale(row[columns], params.temperature)
     if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
         kept = keep(scaled, params.top_k, params.top_p, params.min_p)
         columns, scaled = columns[kept], scaled[kept]
     ids = vocabulary.tokens(columns)
-    best = int((scaled + gumbel_at(request.seed, request.choice, position, ids)).argmax())
+    drawn = int((scaled + gumbel_at(request.seed, request.choice, position, ids)).argmax())
     weights = np.exp(scaled)
-    return int(ids[best]), float(weights[best] / weights.sum())
+    return int(ids[drawn]), float(weights[drawn] / weights.sum())
 
 
 def _adjusted(
@@ -127,7 +132,10 @@ def _adjusted(
             full = np.full(vocabulary.size, -np.inf, dtype=np.float32)
             full[vocabulary.token_ids] = row
         after = sampling_row(request, vocabulary.size, before)
-        (token,) = sample(torch.from_numpy(full[None]), [after]).token_ids
+        result = sample(torch.from_numpy(full[None]), [after])
+        if result.errors:
+            return
+        (token,) = result.token_ids
         weights = np.exp(full - full.max())
         before += (token,)
         yield token, float(weights[token] / weights.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from engine.penalties import TokenHistory, needs_history
 from engine.request import Request, SamplingParams
 from engine.sampler import SamplingRow, sample
+from speculative.chain import draft_chains
 from speculative.proposal import BOUNDS, DraftVocabulary, Proposal, choose
 
 VOCAB = 400
@@ -103,6 +105,23 @@ def test_any_temperature_can_be_drafted_at(temperature: float) -> None:
     with np.errstate(all="raise", under="ignore"):
         proposal = choose(logits, request, DraftVocabulary(VOCAB), sampling_row)
     assert proposal.token_ids == chosen_by_the_target(logits, request)[: len(proposal.token_ids)] != ()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 1.0}, {"min_tokens": 9}], ids=str)
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_a_draft_ends_before_logits_that_are_no_numbers(broken: float, sampling: dict[str, Any]) -> None:
+    logits = 40 * torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3))
+    request, vocabulary = make_request(**sampling), DraftVocabulary(VOCAB)
+    whole = choose(logits, request, vocabulary, sampling_row)
+    logits[1, 5:] = broken
+    logits[1, :5] = min(broken, 0.0)
+    assert choose(logits, request, vocabulary, sampling_row).token_ids == whole.token_ids[:1] != ()
+
+    def next_logits(active: Sequence[int], drafted: Sequence[Proposal]) -> torch.Tensor:
+        return torch.stack([logits[len(draft.token_ids)] for draft in drafted])
+
+    (chain,) = draft_chains(next_logits, [request], [3], vocabulary, sampling_row)
+    assert chain.token_ids == whole.token_ids[:1]
 
 
 def test_nothing_is_asked_for_no_rows() -> None:
