@@ -119,23 +119,28 @@ class ModelRunner:
         self.stage = "runner"
 
     def init_attention_backends(self) -> None:
-        """Allocate the KV tensors and build this worker's own backends."""
+        """Allocate the KV tensors and build this worker's own backends.
+
+        Raises ValueError, naming the settings, where there is not so much memory.
+        """
         model = self.model
         assert model is not None
         configure_aux_hidden_state_capture(model, self._capture_layers)
         layout = self.kv_layout
         slots, checkpoints = self._pool_sizes()
-        self.kv_pool = self._make_kv_pool(layout, slots, self.device)
-        self.slot_table = SlotTable(self._max_running_requests, self.max_context_len, self.device)
-        state_layout = model.state_layout()
-        if state_layout is not None:
-            if self.role == "draft":
-                raise BackendError(
-                    f"{self.files.name} keeps recurrent state, which a drafter cannot roll back"
-                )
-            self.state_pool = self._make_state_pool(
-                state_layout, self._max_running_requests, self.device, checkpoints
-            )
+        rows, state_layout = self._max_running_requests, model.state_layout()
+        if state_layout is not None and self.role == "draft":
+            raise BackendError(f"{self.files.name} keeps recurrent state, which a drafter cannot roll back")
+        try:
+            self.kv_pool = self._make_kv_pool(layout, slots, self.device)
+            self.slot_table = SlotTable(rows, self.max_context_len, self.device)
+            if state_layout is not None:
+                self.state_pool = self._make_state_pool(state_layout, rows, self.device, checkpoints)
+        except (RuntimeError, TypeError) as error:  # TypeError: torch cannot even count so many
+            raise ValueError(
+                f"{slots} KV slots and {rows} requests at once do not fit in memory: lower --max-total-tokens (or "
+                f"--mem-fraction-static) or --max-running-requests ({error})"
+            ) from error
         self._backends = self._build_backends(
             options=self._attention_options,
             role=self.role,

@@ -43,15 +43,17 @@ def make_runner(
     role: Role = "target",
     capture_layers: tuple[int, ...] = (),
     capture_graph: Callable[..., None] = lambda *_: None,
+    slots: int = 256,
+    requests: int = 4,
 ) -> ModelRunner:
     model_options = ModelOptions(model=str(model), dtype="float32", device="cpu")
     return ModelRunner(
         role,
         inspect_model(model_options),
         model_options,
-        CacheOptions(max_total_tokens=256),
+        CacheOptions(max_total_tokens=slots),
         options,
-        max_running_requests=4,
+        max_running_requests=requests,
         capture_layers=capture_layers,
         build_backends=partial(build_attention_backends, specs=registry()),
         capture_graph=capture_graph,
@@ -159,6 +161,15 @@ def test_each_worker_describes_its_own_names(model: Path, order: tuple[Role, Rol
         for role, runner in runners.items()
     }
     assert names == {"target": ("one", "two"), "draft": ("torch_native", "torch_native")}
+
+
+@pytest.mark.parametrize("size", [10**15, 10**30])
+@pytest.mark.parametrize("setting", ["slots", "requests"])
+def test_what_memory_cannot_hold_is_said_by_the_settings(model: Path, setting: str, size: int) -> None:
+    runner = make_runner(model, AttentionOptions(), **{setting: size})  # type: ignore[arg-type]
+    runner.load()
+    with pytest.raises(ValueError, match=f"{size} .*--max-total-tokens.*--max-running-requests"):
+        runner.init_attention_backends()
 
 
 def test_hidden_states_that_the_model_cannot_give_are_refused_before_backends_are_built(model: Path) -> None:
