@@ -86,7 +86,9 @@ def _load() -> ctypes.CDLL | str:
         "tandem_context": (int32, (pointer, pointer)),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            return f"{path.name} is of another version: it has no {name} (python -m kernels.cpu.build makes it anew)"
         function.restype, function.argtypes = result, arguments
     wanted = os.environ.get("TANDEM_CPU_ISA")
     if wanted and not library.tandem_set_isa(wanted.encode()):
