@@ -136,10 +136,13 @@ def resolve_device(device: str) -> torch.device:
     """`auto` is the GPU where there is one, else the CPU. Raises ModelError for one that is not there."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    unknown = ModelError(f"device {device!r} is not one: use auto, cpu or cuda")
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f"device {device!r} is not one: use auto, cpu or cuda") from error
+        raise unknown from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise unknown
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r}: no CUDA device is available here")
     return resolved

@@ -230,7 +230,7 @@ def test_tensors_that_the_model_does_not_use_are_reported(
     assert "1 tensors are not used: model.layers.0.self_attn.q_proj.bias" in caplog.text
 
 
-@pytest.mark.parametrize("device", ["cuda", "abacus"])
+@pytest.mark.parametrize("device", ["cuda", "abacus", "cpu:x", "meta", "mps"])
 def test_a_device_that_is_not_there_is_named(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
