@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable
 
 from app.answers import ChatLogprob, ChatLogprobs, ChosenLogprob, CompletionLogprobs
 from app.deps import TokenizerPort
+from engine.detokenizer import IncrementalDetokenizer
 from engine.request import OutputEvent, TokenLogprob
 
 _FLOOR = -9999.0  # JSON has no -inf
@@ -37,22 +37,39 @@ class CompletionLogprobWriter:
     """Log-probabilities of one choice's text, piece by piece, with each token's offset in that text.
 
     A token that is not whole characters is named `bytes:\\xNN...`, so that two of them stay apart in
-    `top_logprobs`; the characters that it is part of count where they are completed.
+    `top_logprobs`; the characters that it is part of count where they are completed. One that the text does not show
+    takes no place in it.
     """
 
-    def __init__(self, tokenizer: TokenizerPort) -> None:
+    def __init__(self, tokenizer: TokenizerPort, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._output = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._offset = 0
 
-    def write(self, tokens: Iterable[tuple[int, TokenLogprob | None]]) -> CompletionLogprobs:
-        """(token id, its log-probability if it has one) of the tokens that come next."""
+    def write_prompt(
+        self, tokens: Iterable[tuple[int, TokenLogprob | None]], text: str
+    ) -> CompletionLogprobs:
+        """The tokens of a prompt that is echoed as `text`: before it, the tokenizer may have put a BOS, or a space."""
+        prompt = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+        lists = self._write(tokens, prompt)
+        before = max(0, self._offset + len(prompt.flush()) - len(text))
+        lists.text_offset = [max(0, offset - before) for offset in lists.text_offset]
+        self._offset = len(text)
+        return lists
+
+    def write(self, tokens: Iterable[tuple[int, TokenLogprob]]) -> CompletionLogprobs:
+        """The tokens of the output that come next."""
+        return self._write(tokens, self._output)
+
+    def _write(
+        self, tokens: Iterable[tuple[int, TokenLogprob | None]], shown: IncrementalDetokenizer
+    ) -> CompletionLogprobs:
         lists = CompletionLogprobs([], [], [], [])
         for token_id, entry in tokens:
             name = _token_name(self._tokenizer, token_id)
             lists.tokens.append(name)
             lists.text_offset.append(self._offset)
-            self._offset += len(self._characters.decode(self._tokenizer.token_bytes(token_id)))
+            self._offset += len(shown.push(token_id))
             if entry is None:
                 lists.token_logprobs.append(None)
                 lists.top_logprobs.append(None)

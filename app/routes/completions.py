@@ -22,7 +22,7 @@ from app.protocol import DEFAULT_COMPLETION_TOKENS, CompletionBody
 from app.routes.requests import api_route, json_response, read_body
 from app.sse import EventStream, event
 from app.tokenizing import encode_prompts, off_loop, resolve_max_tokens
-from engine.request import OutputEvent, TokenLogprob
+from engine.request import OutputEvent
 
 
 @dataclass(slots=True)
@@ -35,13 +35,17 @@ class _ChoiceWriter:
     logprobs: CompletionLogprobWriter | None
 
     def write(self, output: OutputEvent) -> CompletionChoice:
-        text = output.text
-        tokens: list[tuple[int, TokenLogprob | None]] = [(entry.token_id, entry) for entry in output.logprobs]
+        text, writer = output.text, self.logprobs
+        parts: list[CompletionLogprobs] = []
         if self.echo is not None:
             text = self.echo + text
-            tokens[:0] = zip(self.prompt_ids, output.prompt_logprobs or (), strict=False)
+            if writer is not None and output.prompt_logprobs is not None:
+                prompt = zip(self.prompt_ids, output.prompt_logprobs, strict=False)
+                parts.append(writer.write_prompt(prompt, self.echo))
             self.echo = None
-        logprobs = self.logprobs.write(tokens) if self.logprobs is not None else None
+        if writer is not None:
+            parts.append(writer.write((entry.token_id, entry) for entry in output.logprobs))
+        logprobs = join_logprobs(parts) if parts else None
         return CompletionChoice(self.index, text, logprobs, output.finish_reason, output.stop_reason)
 
 
@@ -80,7 +84,9 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
                 i * n + j,
                 ids,
                 echoes[i],
-                CompletionLogprobWriter(tokenizer) if body.logprobs is not None else None,
+                CompletionLogprobWriter(tokenizer, body.skip_special_tokens is not False)
+                if body.logprobs is not None
+                else None,
             )
             for i, ids in enumerate(prompts)
             for j in range(n)
