@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.noise import gumbel, gumbel_at
+from engine.noise import above, gumbel, gumbel_at
 from engine.penalties import TokenHistory, needs_history
 from engine.request import Request, SamplingParams, TokenLogprob
 
 Row = npt.NDArray[np.float32]
 
+_NEAR = 10.0  # below the likeliest token's, scaled logits are far
+_SLACK = 1e-3  # more than sums in float32 round by
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -172,8 +174,21 @@ def _choose(logits: Row, row: SamplingRow) -> int:
     key = (row.seed, row.choice, row.position)
     scaled = scale(logits, params.temperature)
     if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return int((scaled + gumbel(*key, len(scaled))).argmax())
+        return _draw(scaled, key)
     ids = keep(scaled, params.top_k, params.top_p, params.min_p)
+    return int(ids[(scaled[ids] + gumbel_at(*key, ids)).argmax()])
+
+
+def _draw(scaled: Row, key: tuple[int, int, int]) -> int:
+    """The id whose `scaled` [V] and noise are highest together.
+
+    One that is far below the likeliest needs more noise than nearly every token has, so few have to be compared.
+    """
+    near = np.flatnonzero(scaled >= -_NEAR)
+    if 4 * len(near) > len(scaled):
+        return int((scaled + gumbel(*key, len(scaled))).argmax())
+    best = float((scaled[near] + gumbel_at(*key, near)).max())
+    ids = np.union1d(near, above(*key, len(scaled), best + _NEAR - _SLACK))
     return int(ids[(scaled[ids] + gumbel_at(*key, ids)).argmax()])
 
 

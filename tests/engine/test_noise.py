@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.noise import gumbel, gumbel_at
+from engine.noise import above, gumbel, gumbel_at
 
 VOCAB = 49_152
 ANY_INT = st.integers(-(2**70), 2**70)
@@ -48,6 +48,15 @@ def test_some_tokens_have_the_bits_they_have_among_all(seed: int, position: int,
 @given(size=st.integers(1, 20_000))
 def test_a_token_has_the_same_noise_in_any_vocabulary(size: int) -> None:
     np.testing.assert_array_equal(gumbel(7, 1, 3, size), gumbel(7, 1, 3, VOCAB)[:size])
+
+
+@pytest.mark.parametrize("level", [-4.0, 0.0, 5.5, 11.0, 40.0])
+def test_tokens_above_a_level_are_found_by_their_bits(level: float) -> None:
+    noise = gumbel(3, 1, 4, VOCAB)
+    found = above(3, 1, 4, VOCAB, level)
+    missed = np.delete(noise, found)
+    assert not (missed > level).any()
+    assert (noise[found] > level - 1e-3).all()
 
 
 def test_the_law_is_gumbel() -> None:

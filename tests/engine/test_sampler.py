@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.noise import gumbel
 from engine.penalties import TokenHistory
 from engine.request import Request, SamplingParams
 from engine.sampler import SamplingRow, keep, sample, scale, token_logprobs
@@ -101,6 +102,19 @@ def test_tokens_come_up_as_often_as_the_softmax_says(params: dict[str, Any]) -> 
     chi_square = sum((counts[token] - expected[token]) ** 2 / expected[token] for token in support)
     freedom = len(support) - 1
     assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # 0.1 %
+
+
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_draw_is_the_highest_of_scaled_logits_and_noise(spread: float, temperature: float) -> None:
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=temperature)
+    for position in range(150):
+        logits = (rng.standard_normal(3000) * spread).astype(np.float32)
+        logits[rng.integers(3000, size=3)] += 4 * spread  # most of all there is, and a long tail
+        result = sample(torch.from_numpy(logits[None]), [SamplingRow(params, 5, 1, position, 0, ())])
+        sums = scale(logits, temperature) + gumbel(5, 1, position, 3000)
+        assert result.token_ids == [int(sums.argmax())]
 
 
 def test_seed_choice_and_position_key_the_draw() -> None:
