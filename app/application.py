@@ -24,6 +24,7 @@ from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.version import version
 from backends.registry import BackendError, check_name, installed_specs
 from containers.application import ApplicationContainer
+from kernels.cpu.library import reason as native_kernels_lack
 from kernels.threads import default_threads, set_threads
 from models.base import ModelError
 from models.loader import resolve_device
@@ -49,6 +50,9 @@ def build(settings: EngineSettings) -> ApplicationContainer:
             f"--context-length {asked} is more than the {limit} that {files.name} was made for"
         )
     set_threads(settings.threads or default_threads())
+    lack = native_kernels_lack()
+    if lack is not None and resolve_device(settings.device).type == "cpu":
+        logger.info("no native CPU kernels: %s", lack)
     return container
 
 

@@ -91,7 +91,7 @@ def _load() -> ctypes.CDLL | str:
             return f"{path.name} is of another version: it has no {name} (python -m kernels.cpu.build makes it anew)"
         function.restype, function.argtypes = result, arguments
     wanted = os.environ.get("TANDEM_CPU_ISA")
-    if wanted and not library.tandem_set_isa(wanted.encode()):
+    if wanted and not library.tandem_set_isa(wanted.encode(errors="replace")):
         return f"TANDEM_CPU_ISA={wanted}: this processor has no such instruction set (of {', '.join(ISAS)})"
     library.tandem_set_team_size(physical_cores())
     return library

@@ -152,6 +152,12 @@ def test_it_serves_drains_and_exits_with_0(model: Path) -> None:
         assert "draining: 1 request in flight has 30 s to finish" in server.log
 
 
+@pytest.mark.parametrize("isa", ["abacus", "caf\udce9"])
+def test_without_the_native_kernels_the_log_says_why(model: Path, isa: str) -> None:
+    with serving(*FLAGS, "--model", str(model), TANDEM_CPU_ISA=isa) as server:
+        assert "no native CPU kernels: " in server.log
+
+
 def test_a_second_signal_forces(model: Path) -> None:
     with serving(*FLAGS, "--model", str(model)) as server:
         server.wait_until(200)
