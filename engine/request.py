@@ -41,6 +41,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether less than the whole vocabulary may be drawn from."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True):
     """A request's own wishes. None leaves the server's setting.

@@ -173,7 +173,7 @@ def _choose(logits: Row, row: SamplingRow) -> int:
         return int(logits.argmax())
     key = (row.seed, row.choice, row.position)
     scaled = scale(logits, params.temperature)
-    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+    if not params.filters_tokens:
         return _draw(scaled, key)
     ids = keep(scaled, params.top_k, params.top_p, params.min_p)
     return int(ids[(scaled[ids] + gumbel_at(*key, ids)).argmax()])

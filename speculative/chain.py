@@ -17,6 +17,12 @@ GIVE_UP = 0.1
 NextLogits = Callable[[Sequence[int], Sequence[Proposal]], torch.Tensor]
 
 
+def chain_room(request: Request, num_draft_tokens: int, limit: int) -> int:
+    """The most tokens that a chain could have now, for a context of `limit`: the last one is never read, so it needs no
+    place."""
+    return max(0, min(num_draft_tokens - 1, limit - request.num_tokens + 1))
+
+
 def draft_chains(
     next_logits: NextLogits,
     requests: Sequence[Request],

@@ -51,10 +51,7 @@ class DFlash(FeatureDrafter):
     def room(self, request: Request) -> int:
         return self.num_draft_tokens - 1 if self.fits(request.num_tokens) else 0
 
-    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
-        if not slots or not self.fits(len(slots)):
-            return len(slots)
-        self.flush()
+    def num_known(self, slots: Sequence[int]) -> int:
         first = 0 if self._window is None else max(0, len(slots) - self._window)
         return first + self.num_filled(slots[first:])
 

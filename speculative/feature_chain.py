@@ -14,7 +14,7 @@ import torch
 from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from models.chain import FEATURES, ChainDrafter
-from speculative.chain import draft_chains
+from speculative.chain import chain_room, draft_chains
 from speculative.features import FeatureDrafter, Span
 from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
 
@@ -44,17 +44,13 @@ class FeatureChain(FeatureDrafter):
         return model
 
     def room(self, request: Request) -> int:
-        """The last draft is never read, so it needs no place."""
-        return max(0, min(self.num_draft_tokens - 1, self._limit - request.num_tokens + 1))
+        return chain_room(request, self.num_draft_tokens, self._limit)
 
     def fits(self, num_tokens: int) -> bool:
         return num_tokens <= self._limit
 
-    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
-        """Of a cached prefix, the last token is computed again at least: the next entry takes its features."""
-        if not slots or not self.fits(len(slots)):
-            return len(slots)
-        self.flush()
+    def num_known(self, slots: Sequence[int]) -> int:
+        """The last token is computed again at least: the next entry takes its features."""
         return self.num_filled(slots[1:])  # the first token has no entry
 
     def write(self, spans: Sequence[Span], captured: torch.Tensor) -> None:

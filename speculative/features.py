@@ -61,11 +61,21 @@ class FeatureDrafter(Drafter):
         """Whether anything can be drafted behind so many tokens."""
 
     @abstractmethod
+    def num_known(self, slots: Sequence[int]) -> int:
+        """Of `slots`, a cached prefix, how many the target need not compute again. Nothing is pending."""
+
+    @abstractmethod
     def write(self, spans: Sequence[Span], captured: torch.Tensor) -> None:
         """Write the entries of `spans`, given what the target computed for them, and tell `wrote` of them.
 
         captured: [T, capture layers * hidden_size], the outputs of those layers side by side, span after span.
         """
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        if not slots or not self.fits(len(slots)):
+            return len(slots)
+        self.flush()
+        return self.num_known(slots)
 
     def target_wrote(self, steps: Sequence[SequenceStep], captured: Mapping[int, torch.Tensor]) -> None:
         super().target_wrote(steps, captured)

@@ -109,7 +109,7 @@ def _draw(
     with np.errstate(over="ignore"):
         columns = np.flatnonzero(row >= best - _REACH * params.temperature)
     scaled = scale(row[columns], params.temperature)
-    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+    if params.filters_tokens:
         kept = keep(scaled, params.top_k, params.top_p, params.min_p)
         columns, scaled = columns[kept], scaled[kept]
     ids = vocabulary.tokens(columns)

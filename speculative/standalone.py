@@ -12,7 +12,7 @@ import torch
 from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from engine.runner import ModelRunner
-from speculative.chain import draft_chains
+from speculative.chain import chain_room, draft_chains
 from speculative.drafter import Drafter
 from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
 
@@ -57,8 +57,7 @@ class Standalone(Drafter):
             self.vocabulary = DraftVocabulary(self.vocabulary.size, np.arange(own))
 
     def room(self, request: Request) -> int:
-        """The last draft is never read, so it needs no place."""
-        return max(0, min(self.num_draft_tokens - 1, self._limit - request.num_tokens + 1))
+        return chain_room(request, self.num_draft_tokens, self._limit)
 
     @torch.inference_mode()
     def propose(

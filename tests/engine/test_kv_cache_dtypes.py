@@ -17,12 +17,12 @@ from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.worker import SequenceStep
-from kernels.cpu.library import available
 from models.loader import inspect_model
 from models.options import Dtype, ModelOptions
 from tests.lossless import ROWS, answer, oracle, plain
 from tests.models import deepseek_checkpoints
 from tests.models.checkpoints import make_checkpoint
+from tests.native import needs_native
 from tests.tiny_model import save_tiny_model
 
 DTYPES: list[KVCacheDtype] = ["bfloat16", "float16", "fp8", "int8"]
@@ -135,7 +135,7 @@ def test_speculation_company_and_preemption_change_nothing(
     assert answers == expected
 
 
-@pytest.mark.skipif(not available(), reason="the native kernels are not built")
+@needs_native
 @pytest.mark.parametrize("dtype", ["float16", "fp8", "int8"])
 def test_where_no_native_plan_takes_the_dtype_passes_run_layer_by_layer_and_the_log_says_so(
     tiny: Path, dtype: KVCacheDtype, caplog: pytest.LogCaptureFixture

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kernels.cpu.linear as native
-from kernels.cpu.library import available
 from kernels.grouped import Choices, ExpertWeights, linear_by_expert, linear_by_head
 from kernels.linear import linear
 from kernels.packed import PackedWeight, pack_float
+from tests.native import needs_native
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "F32/native": 1e-5, "Q8_0/native": 6e-2}
-needs_native = pytest.mark.skipif(not available(), reason="no native kernels here")
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 

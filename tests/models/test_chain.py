@@ -18,7 +18,6 @@ from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
-from kernels.cpu.library import available, reason
 from models.base import ModelError
 from models.chain import FEATURES, ChainDrafter
 from models.loader import ModelFiles, inspect_model, load_drafter, load_model
@@ -27,6 +26,7 @@ from models.weights import Precision
 from speculative.pairing import inspect_drafter, target_layer_ids
 from tests.models.chain_reference import ReferenceChain, make_eagle3, make_mtp
 from tests.models.harness import Sequences
+from tests.native import needs_native
 from tests.tiny_model import save_tiny_model
 
 CPU = torch.device("cpu")
@@ -159,7 +159,7 @@ def test_the_head_of_a_multimodal_checkpoint_is_found_beside_its_text_model(tmp_
     hold_to_reference(Loaded.of(tmp_path, None), reference)
 
 
-@pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
+@needs_native
 @pytest.mark.parametrize("kind", ["eagle3", "deepseek"])
 def test_they_run_over_packed_weights(llama: tuple[Path, PreTrainedModel], tmp_path: Path, kind: str) -> None:
     native = Precision(torch.float32, native=True)

@@ -19,13 +19,13 @@ from backends.handlers import MHA_PREFIX_THRESHOLD
 from backends.kv_pool import FP8, INT8, KVPool
 from backends.torch_native import TorchNativeBackend
 from backends.triton import TritonBackend
-from kernels.cpu.library import available
 from models.base import CausalLM, ModelError
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
 from models.weights import Precision
 from tests.models.deepseek_checkpoints import CHECKPOINTS, make_checkpoint
 from tests.models.harness import Sequences
+from tests.native import needs_native
 
 CPU = torch.device("cpu")
 LONG = MHA_PREFIX_THRESHOLD + 50  # tokens of a prefix that is decompressed
@@ -259,7 +259,7 @@ def test_triton_attends_to_the_latent_cache(pair: Callable[[str], Pair]) -> None
     assert_close(torch.cat(parts), expected)
 
 
-@pytest.mark.skipif(not available(), reason="no native kernels here")
+@needs_native
 def test_native_weights_give_the_same_logits(tmp_path: Path) -> None:
     reference = make_checkpoint("v3", tmp_path)
     ids = prompt(40)

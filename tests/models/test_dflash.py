@@ -14,7 +14,7 @@ from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
-from kernels.cpu.library import NativeError, available, reason
+from kernels.cpu.library import NativeError
 from models.base import CausalLM, ModelError
 from models.dflash import DFlashDrafter
 from models.dflash_config import DFlashConfig, read_dflash_config
@@ -25,15 +25,15 @@ from models.weights import Precision
 from tests.models.checkpoints import make_checkpoint
 from tests.models.dflash_reference import ReferenceDrafter, make_drafter
 from tests.models.harness import Sequences
+from tests.native import needs_native
 
 CPU = torch.device("cpu")
 FLOAT32 = Precision(torch.float32)
-native = pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
 # The eager path on plain float32 weights, and both paths of the native kernels.
 PATHS = [
     pytest.param(False, False, id="eager"),
-    pytest.param(True, False, id="native, layer by layer", marks=native),
-    pytest.param(True, True, id="step plan", marks=native),
+    pytest.param(True, False, id="native, layer by layer", marks=needs_native),
+    pytest.param(True, True, id="step plan", marks=needs_native),
 ]
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -207,7 +207,9 @@ def test_embedding_and_head_are_the_targets_own(
     assert drafter.lm_head is target.lm_head
 
 
-@pytest.mark.parametrize("is_native", [False, pytest.param(True, marks=native)], ids=["eager", "native"])
+@pytest.mark.parametrize(
+    "is_native", [False, pytest.param(True, marks=needs_native)], ids=["eager", "native"]
+)
 def test_a_reduced_vocabulary_is_a_copy_of_those_rows_of_the_head(
     targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, is_native: bool
 ) -> None:
@@ -220,7 +222,7 @@ def test_a_reduced_vocabulary_is_a_copy_of_those_rows_of_the_head(
     assert torch.equal(drafter.logits(hidden), target.logits(hidden)[:, ids])
 
 
-@native
+@needs_native
 def test_the_matrices_of_a_context_pass_are_the_layers_own(
     targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
 ) -> None:
@@ -235,7 +237,7 @@ def test_the_matrices_of_a_context_pass_are_the_layers_own(
     assert len(of_layers) == 1, "one product for all layers"
 
 
-@native
+@needs_native
 def test_a_quantised_pool_holds_nearly_what_a_plain_one_does(
     targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
 ) -> None:
@@ -250,7 +252,7 @@ def test_a_quantised_pool_holds_nearly_what_a_plain_one_does(
         assert (exact - rounded).norm() < 0.02 * exact.norm()
 
 
-@native
+@needs_native
 @pytest.mark.parametrize(("position", "slot"), [(160, 0), (-1, 0), (0, 30), (0, -1)])
 def test_a_native_context_pass_writes_nowhere_else(
     targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, position: int, slot: int
@@ -293,7 +295,7 @@ def test_an_int8_checkpoint_is_what_its_scales_say(
     play(Drafting(*load(folder, tmp_path, False), captured=False), target, references)
 
 
-@native
+@needs_native
 @pytest.mark.parametrize(("store", "name"), [("int8", "Q8_0/native"), ("bfloat16", "BF16/native")])
 def test_narrow_weights_run_natively_as_they_are(
     targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, store: str, name: str

@@ -112,19 +112,24 @@ def test_an_infinite_limit_in_either_spelling(high: str) -> None:
     assert state is not None and state.time_step_limit == (0.25, inf)
 
 
+GRANITE = {
+    "model_type": "granitemoehybrid",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "mamba_n_heads": 8,
+    "num_local_experts": 0,
+}
+
+
 def test_old_names_of_layer_types() -> None:
     config = read_config(
         {
-            "model_type": "granitemoehybrid",
-            "vocab_size": 100,
-            "hidden_size": 64,
-            "intermediate_size": 64,
+            **GRANITE,
             "num_hidden_layers": 3,
-            "num_attention_heads": 4,
             "layer_types": ["mamba", "attention", "mamba"],
-            "mamba_n_heads": 8,
             "position_embedding_type": "nope",
-            "num_local_experts": 0,
         }
     )
     assert config.architecture == "GraniteMoeHybridForCausalLM"
@@ -136,16 +141,10 @@ def test_old_names_of_layer_types() -> None:
 def test_granite_of_attention_alone_keeps_no_state() -> None:
     config = read_config(
         {
-            "model_type": "granitemoehybrid",
-            "vocab_size": 100,
-            "hidden_size": 64,
-            "intermediate_size": 64,
+            **GRANITE,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
             "layer_types": ["attention", "attention"],
-            "mamba_n_heads": 8,
             "position_embedding_type": "rope",
-            "num_local_experts": 0,
         }
     )
     assert (config.attention_layers, config.state_layers) == ((0, 1), ())

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine.tokenizer import load_tokenizer
-from kernels.cpu.library import available, reason
 from models.base import CausalLM
 from models.default import default_model_path
 from models.loader import inspect_model, load_model
@@ -16,8 +15,9 @@ from models.options import ModelOptions
 from models.weights import Precision
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import Sequences
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
+pytestmark = needs_native
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama-biases", "llama-tied", "llama-yarn", "mistral", "qwen2-window", "qwen3", "gemma3"]

@@ -11,7 +11,6 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu.library import available, reason
 from models.base import CausalLM
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
@@ -19,10 +18,10 @@ from models.weights import Precision
 from tests.models.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.models.gguf_files import convert
 from tests.models.harness import Sequences
+from tests.native import needs_native
 
 LENGTH, BATCH, SPARE = 44, 8, 4
 TEXTS = torch.randint(3, 240, (3, LENGTH), generator=torch.Generator().manual_seed(2)).tolist()
-needs_native = pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

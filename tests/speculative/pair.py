@@ -142,6 +142,22 @@ class Recording(Drafter):
         return Proposal(tuple(tokens), proposal.levels)
 
 
+def truth_of(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> Callable[[Request, int], Sequence[int]]:
+    """A `truth`: how the prompt goes on that a request's text is of, if it has gone on so up to now."""
+
+    def truth(request: Request, count: int) -> Sequence[int]:
+        text = request.token_ids(0, request.num_tokens)
+        for prompt, answer in zip(prompts, answers, strict=False):
+            whole = [*prompt, *answer]
+            if whole[: len(text)] == text:
+                return whole[len(text) : len(text) + count]
+        return ()
+
+    return truth
+
+
 def twin_of_the_target(pair: Pair) -> Standalone:
     """The target itself as a drafting model, whose drafts are all right."""
     options = ModelOptions(model=str(pair.target.files.path), dtype="float32", device="cpu")

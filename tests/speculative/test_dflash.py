@@ -17,7 +17,7 @@ from speculative.adaptive import Candidate, Prospect
 from speculative.alarm import WINDOW
 from speculative.features import MAX_PENDING
 from speculative.proposal import MakeSamplingRow, Proposal
-from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving
+from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving, truth_of
 
 LENGTH = 24  # tokens of an answer
 SHORT = 3  # rows of the shorter blocks
@@ -48,18 +48,8 @@ def served(pair: Pair, truths: list[list[int]]) -> Iterator[Served]:
 
 def know(served: Served, truths: list[list[int]]) -> None:
     """Have drafts corrected towards plain decoding's text."""
-
     assert isinstance(served.drafter, Recorded)
-
-    def truth(request: Request, count: int) -> Sequence[int]:
-        text = request.token_ids(0, request.num_tokens)
-        for prompt, answer in zip(PROMPTS, truths, strict=True):
-            whole = [*prompt, *answer]
-            if whole[: len(text)] == text:
-                return whole[len(text) : len(text) + count]
-        return ()
-
-    served.drafter.truth = truth
+    served.drafter.truth = truth_of(PROMPTS, truths)
 
 
 def hold_to_reference(pair: Pair, reply: Reply) -> None:

@@ -28,7 +28,7 @@ from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import LetterTokenizer
 from tests.lossless import ROWS, Answer, WorkerMaker, answer, drafting, plain
 from tests.models.chain_reference import EAGLE3_SHAPE, ReferenceChain, make_eagle3, make_mtp
-from tests.speculative.pair import SLOTS, Pair, Recording, Reply, serving
+from tests.speculative.pair import SLOTS, Pair, Recording, Reply, serving, truth_of
 from tests.tiny_model import save_tiny_model
 
 LENGTH = 12  # tokens of an answer
@@ -106,16 +106,7 @@ class ChainPair(Pair):
         """Its drafts are corrected towards `truths`, by prompt."""
         kind = RecordedEagle3 if self.draft.files.eagle3 is not None else RecordedMTP
         made = kind(self.draft, NUM_DRAFT_TOKENS, self.target.files.config.vocab_size)
-
-        def truth(request: Request, count: int) -> Sequence[int]:
-            text = request.token_ids(0, request.num_tokens)
-            for prompt, written in zip(PROMPTS, truths, strict=False):
-                whole = [*prompt, *written]
-                if whole[: len(text)] == text:
-                    return whole[len(text) : len(text) + count]
-            return ()
-
-        made.truth = truth
+        made.truth = truth_of(PROMPTS, truths)
         return made
 
 

@@ -1,0 +1,9 @@
+"""What tests of the native kernels need."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.cpu.library import available, reason
+
+needs_native = pytest.mark.skipif(not available(), reason=f"no native kernels: {reason()}")
