@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -171,7 +172,7 @@ def plan_of(model: PreTrainedModel, hold: object = pack_float, causal: bool = Fa
 
 @dataclass
 class Pool:
-    """Keys, values and a slot table whose rows are shuffled slots."""
+    """Keys, values and a slot table whose rows are slots in order (seed 0) or shuffled."""
 
     plan: StepPlan
     dtype: torch.dtype = torch.float32
@@ -184,8 +185,10 @@ class Pool:
         spec = self.plan.spec
         self.key = torch.zeros(2, SLOTS, spec.kv_heads, spec.head_dim, dtype=self.dtype)
         self.value = torch.zeros_like(self.key)
-        shuffled = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(self.seed))
-        self.table = shuffled[: 3 * WIDTH].to(torch.int32).view(3, WIDTH)
+        slots = torch.arange(SLOTS)
+        if self.seed:
+            slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(self.seed))
+        self.table = slots[: 3 * WIDTH].to(torch.int32).view(3, WIDTH)
 
     def batch(self, parts: Sequence[tuple[int, torch.Tensor, int]], **changes: object) -> StepBatch:
         """For each (table row, all ids so far, how many of them are queries) a sequence; logits of every token."""
@@ -224,9 +227,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     library.set_isa(before)
 
 
+@functools.cache
+def quantised_plan(make: Callable[[], PreTrainedModel]) -> StepPlan:
+    return plan_of(randomised(make), q8_0)
+
+
 @pytest.fixture(scope="module")
 def quantised() -> StepPlan:
-    return plan_of(randomised(llama), q8_0)
+    return quantised_plan(llama)
 
 
 @pytest.mark.parametrize("make", (llama, mistral, qwen2, qwen3, gemma3))
@@ -278,15 +286,24 @@ def test_the_head_may_have_another_vocabulary_than_the_embedding() -> None:
     assert torch.equal(Pool(plan_of(model)).logits((0, ids, 20)), full[:, :48])
 
 
-def test_a_bfloat16_pool_costs_only_its_rounding() -> None:
-    model, ids = randomised(qwen3), tokens(300)
-    exact, rounded = Pool(plan_of(model)), Pool(plan_of(model), torch.bfloat16)
+@pytest.mark.parametrize(("head_dim", "window"), ((16, None), (48, 21), (64, 150), (80, None), (128, 21)))
+def test_a_bfloat16_pool_costs_only_its_rounding(isa: str, head_dim: int, window: int | None) -> None:
+    sizes = {**SIZES, "head_dim": head_dim}
+    model, ids = (
+        randomised(lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))),
+        tokens(300),
+    )
+    plan = plan_of(model)
+    exact, rounded = Pool(plan), Pool(plan, torch.bfloat16)
     expected, found = exact.logits((0, ids, 300)), rounded.logits((0, ids, 300))
     assert (found - expected).norm() < 0.02 * expected.norm()
     slots = exact.table[0, :300].long()
-    assert torch.equal(
-        rounded.key[0, slots], exact.key[0, slots].bfloat16()
-    )  # the first layer's are the same
+    first = rounded.key[0, slots], exact.key[0, slots].bfloat16()  # of the first layer
+    assert torch.equal(*first)
+
+
+MODELS = st.sampled_from([llama, mistral, qwen3])
+KV = st.sampled_from([torch.float32, torch.bfloat16])
 
 
 def chunks(total: int) -> st.SearchStrategy[list[int]]:
@@ -296,13 +313,19 @@ def chunks(total: int) -> st.SearchStrategy[list[int]]:
 
 
 @settings(deadline=None, max_examples=25)
-@given(cut=chunks(330), threads=st.integers(1, 4), seed=st.integers(0, 5), dtype=st.sampled_from(["f", "b"]))
+@given(
+    make=MODELS,
+    cut=chunks(330),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 5),
+    dtype=KV,
+)
 def test_chunks_threads_and_pages_change_no_bit(
-    quantised: StepPlan, cut: list[int], threads: int, seed: int, dtype: str
+    make: Callable[[], PreTrainedModel], cut: list[int], threads: int, seed: int, dtype: torch.dtype
 ) -> None:
-    ids, kind = tokens(330), torch.float32 if dtype == "f" else torch.bfloat16
-    expected = Pool(quantised, kind).logits((0, ids, 330))
-    before, pool, done, parts = library.threads(), Pool(quantised, kind, seed), 0, []
+    ids, plan = tokens(330), quantised_plan(make)
+    expected = Pool(plan, dtype).logits((0, ids, 330))
+    before, pool, done, parts = library.threads(), Pool(plan, dtype, seed), 0, []
     library.set_threads(threads)
     try:
         for count in cut:
@@ -315,20 +338,26 @@ def test_chunks_threads_and_pages_change_no_bit(
 
 @settings(deadline=None, max_examples=25)
 @given(
+    make=MODELS,
+    dtype=KV,
     queries=st.lists(st.integers(1, 20), min_size=3, max_size=3),
     lengths=st.lists(st.integers(20, 400), min_size=3, max_size=3),
     order=st.permutations([0, 1, 2]),
 )
 def test_sequences_beside_one_another_change_no_bit(
-    quantised: StepPlan, queries: list[int], lengths: list[int], order: list[int]
+    make: Callable[[], PreTrainedModel],
+    dtype: torch.dtype,
+    queries: list[int],
+    lengths: list[int],
+    order: list[int],
 ) -> None:
-    ids = [tokens(length, seed) for seed, length in enumerate(lengths)]
-    alone = Pool(quantised)
+    ids, plan = [tokens(length, seed) for seed, length in enumerate(lengths)], quantised_plan(make)
+    alone = Pool(plan, dtype)
     for row, length in enumerate(lengths):
         context = length - queries[row]
         if context > 0:
             alone.logits((row, ids[row][:context], context))
-    together = Pool(quantised)
+    together = Pool(plan, dtype)
     together.key.copy_(alone.key)
     together.value.copy_(alone.value)
     expected = torch.cat([alone.logits((row, ids[row], queries[row])) for row in order])

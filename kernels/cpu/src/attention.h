@@ -100,15 +100,6 @@ static inline void by_runs(int count, Step step, int first = 0) {
 
 constexpr int kQueryRun = kRegisterRows > 6 ? 6 : kRegisterRows;  // queries that fit in registers
 
-static inline void prefetch_rows(const AttentionItem& item, int base) {
-    const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
-    const size_t bytes = (size_t)item.head_dim * (item.is_bf16 ? 2 : 4);
-    for (int p = 0; p < positions; p++) {
-        const size_t at = (size_t)item.slots[base + p] * item.slot_stride;
-        for (size_t i = 0; i < bytes; i += 64) prefetch(item.key + at + i), prefetch(item.value + at + i);
-    }
-}
-
 // Masks and scales scores [count][32] of queries [begin, begin + count) over the block at `base`, and turns them into
 // probabilities beside the maxima so far. What was summed before is to be multiplied by correction [count].
 static void soften(const AttentionItem& item, int base, int begin, int count, float* maxima, float* scores, float* rows,
@@ -150,18 +141,6 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
         key_rows[p] = item.key + at, value_rows[p] = item.value + at;
     }
     alignas(64) float correction[kQueryBlock] = {};
-#if defined(__AMX_BF16__)
-    if (item.is_bf16) {
-        const TileMemory memory = tile_memory(rest, item.head_dim);
-        pair_keys(key_rows, item.head_dim, memory.keys);
-        pair_values(value_rows, positions, item.head_dim, memory.values);
-        configure_attention(tile_rows(count));
-        tile_scores(memory, begin, count, item.head_dim, scores);
-        soften(item, base, begin, count, maxima, scores, rows, correction);
-        for (int i = 0; i < count * kKvBlock; i += 16) to_bf16(memory.probabilities + i, load(scores + i));
-        return tile_weigh(memory, correction, count, item.head_dim, rows);
-    }
-#endif
     float* keys = rest;                                       // [head_dim][32]
     float* values = keys + (size_t)item.head_dim * kKvBlock;  // [32][head_dim], where the pool is bf16
     if (item.is_bf16) {
@@ -187,34 +166,43 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
     });
 }
 
+// The queries [first, last) that see any of the positions [base, end): queries go by position.
+static inline void narrow(const AttentionItem& item, int base, int end, int& first, int& last) {
+    while (first < last && item.last[first] <= base) first++;
+    while (first < last && item.first[last - 1] >= end) last--;
+}
+
+// The same, over the blocks of the split at `base` one after another: maxima and rows go on from what they hold.
+static void attend_blocks(const AttentionItem& item, int base, int end, float* maxima, float* rows, float* scratch) {
+    for (; base < end; base += kKvBlock) {
+        int first = 0, last = item.count;
+        narrow(item, base, base + kKvBlock, first, last);
+        if (first < last) attend_block(item, base, first, last, maxima, rows, scratch);
+    }
+}
+
 static void attend(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
                    void* scratch) {
     const size_t stride = attention_row(item.head_dim);
     float* partial = (float*)scratch;
     float* rest = partial + kQueryBlock * stride;
-#if defined(__AMX_BF16__)
-    if (item.is_bf16)
-        round_queries(item.query, item.count, item.head_dim,
-                      tile_memory(rest + kQueryBlock * kKvBlock, item.head_dim));
-#endif
     for (int split = first_split; split < last_split; split++) {
+        const int base = split * kKvSplit, end = base + kKvSplit < item.context ? base + kKvSplit : item.context;
+#if defined(__AMX_BF16__)
+        if (item.is_bf16) {
+            int first = 0, last = item.count;
+            narrow(item, base, end, first, last);
+            attend_split(item, base, first, last, maxima, rows, tile_memory(rest, item.head_dim));
+            continue;
+        }
+#endif
         float part[kQueryBlock];
         for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
         std::memset(partial, 0, sizeof(float) * item.count * stride);
-        const int end = (split + 1) * kKvSplit < item.context ? (split + 1) * kKvSplit : item.context;
-        for (int base = split * kKvSplit; base < end; base += kKvBlock) {
-            int q = 0, active = item.count;  // queries go by position: those that see this block are neighbours
-            while (q < active && item.last[q] <= base) q++;
-            while (q < active && item.first[active - 1] >= base + kKvBlock) active--;
-            if (base + kKvBlock < end) prefetch_rows(item, base + kKvBlock);
-            if (q < active) attend_block(item, base, q, active, part, partial, rest);
-        }
+        attend_blocks(item, base, end, part, partial, rest);
         for (int q = 0; q < item.count; q++)
             merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
     }
-#if defined(__AMX_BF16__)
-    if (item.is_bf16) configure_tiles();
-#endif
 }
 
 }  // namespace TANDEM_ISA

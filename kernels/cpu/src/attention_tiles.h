@@ -1,6 +1,10 @@
-// The products of attention over bfloat16 caches in tile registers: scores and weighted values of a block of 32
-// positions for up to 32 queries. Queries and probabilities are rounded to bfloat16, sums are float32; a query's sums
-// do not depend on the queries beside it, since each is a row of its tile.
+// Attention over bfloat16 caches in tile registers: a split of 128 positions at a time, for up to 16 queries.
+//
+// Keys lie in the cache as a tile wants its rows, so scores come out transposed: [position][query], with as many
+// queries side by side as there are (4, 8 or 16), and the softmax goes over positions without a horizontal step.
+// Queries and probabilities are rounded to bfloat16, sums are float32. A query is a column of one tile and a row of the
+// other, and its probabilities are summed in four chains, by position modulo 4, whatever lies beside it: its result
+// does not depend on other queries.
 #pragma once
 
 #include "simd.h"
@@ -9,38 +13,46 @@ namespace TANDEM_ISA {
 
 #if defined(__AMX_BF16__)
 
-constexpr int kTileRows = 16;
+constexpr int kTileRows = 16, kTileDims = 32, kOutTiles = 4;
+constexpr float kLog2E = 1.44269504088896341f;
 
-// What one item needs beside scores: parts of its scratch memory.
+static inline int padded_dim(int head_dim) { return (head_dim + kTileDims - 1) / kTileDims * kTileDims; }
+
+// Parts of an item's scratch memory. `pairs` are two bfloat16 in a dword: of neighbouring dimensions or positions.
 struct TileMemory {
-    uint16_t* queries;        // [32][padded dim]
-    uint16_t* keys;           // [padded dim / 2][32 positions][2]
-    uint16_t* values;         // [head_dim / 16][16 pairs of positions][16][2]
-    uint16_t* probabilities;  // [32][32]
-    float* weighted;          // [32][head_dim]
+    uint32_t* queries;        // pairs of dimensions [padded dim / 2][lanes]
+    uint16_t* rows;           // queries or keys that are copied [16][padded dim]
+    float* scores;            // [128][lanes], then probabilities
+    uint32_t* probabilities;  // pairs of positions [64][lanes]
+    uint32_t* weights;        // the same by query, [128 / 32][16][16]
+    uint32_t* values;         // pairs of positions [128 / 32][padded dim / 16][16][16]
+    float* sums;              // weighted values [16][padded dim]
 };
-
-static inline int padded_dim(int head_dim) { return (head_dim + 31) & ~31; }
 
 static inline TileMemory tile_memory(float* scratch, int head_dim) {
     const int padded = padded_dim(head_dim);
     TileMemory memory;
-    memory.queries = (uint16_t*)scratch;
-    memory.keys = memory.queries + kQueryBlock * padded;
-    memory.values = memory.keys + kKvBlock * padded;
-    memory.probabilities = memory.values + kKvBlock * head_dim;
-    memory.weighted = (float*)(memory.probabilities + kQueryBlock * kKvBlock);
+    memory.scores = scratch;
+    memory.probabilities = (uint32_t*)(memory.scores + kKvSplit * kTileRows);
+    memory.weights = memory.probabilities + kKvSplit / 2 * kTileRows;
+    memory.queries = memory.weights + kKvSplit / 2 * kTileRows;
+    memory.rows = (uint16_t*)(memory.queries + padded / 2 * kTileRows + kTileRows);
+    memory.values = (uint32_t*)(memory.rows + kTileRows * padded);
+    memory.sums = (float*)(memory.values + kKvSplit / 2 * padded);
     return memory;
 }
 
-enum { kSumsA, kSumsB, kRowsTile, kColumnsA, kColumnsB };
+// Tile registers: sums of weighted values, then a tile of keys or values, of weights, of scores and of queries.
+enum { kOut, kCache = kOutTiles, kWeightRows, kScores, kQueries };
 
-// Tiles of `rows` queries by 16 columns of sums, 32 bfloat16 of the queries, 16 pairs of rows of the other operand.
-static void configure_attention(int rows) {
+static void configure_attention(int queries, int lanes) {
+    if (!becomes_current(64 * queries + lanes)) return;
     alignas(64) TileConfig config = {};
     config.palette = 1;
-    const int tile_rows[5] = {rows, rows, rows, kTileRows, kTileRows};
-    for (int t = 0; t < 5; t++) config.rows[t] = (uint8_t)tile_rows[t], config.row_bytes[t] = 64;
+    for (int t = 0; t < 8; t++) config.rows[t] = kTileRows, config.row_bytes[t] = 64;
+    for (int t = 0; t < kOutTiles; t++) config.rows[kOut + t] = (uint8_t)queries;
+    config.rows[kWeightRows] = (uint8_t)queries;
+    config.row_bytes[kScores] = config.row_bytes[kQueries] = (uint16_t)(4 * lanes);
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
 template <int kTile>
@@ -53,96 +65,263 @@ template <int kTile>
 static inline void tile_store(void* p, size_t stride) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(kTile) : "memory");
 }
-template <int kSums, int kColumns>
+template <int kSums, int kRows, int kColumns>
 static inline void tile_multiply() {
-    asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kColumns), "i"(kRowsTile), "i"(kSums));
+    asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kColumns), "i"(kRows), "i"(kSums));
 }
 
-// Rows of a tile for `count` queries: one or two tiles of them, as even as can be.
-static inline int tile_rows(int count) { return count <= kTileRows ? count : (count + 1) / 2; }
+// 2^x to 3e-6, for x of at most 0; of far lower ones 2^-126. The whole part of x goes to the exponent by way of a
+// number so large that its last bit is worth 1. Coefficients: least largest error over [-1/2, 1/2].
+static inline f32 exp2_of(f32 x) {
+    const f32 large = splat(12582912.0f), clamped = max(x, splat(-126.0f));
+    const f32 shifted = add(clamped, large), f = sub(clamped, sub(shifted, large));
+    f32 p = fma(splat(9.570101947e-3f), f, splat(5.591786159e-2f));
+    p = fma(p, f, splat(2.402474484e-1f));
+    p = fma(p, f, splat(6.931218146e-1f));
+    p = fma(p, f, splat(9.999992614e-1f));
+    return (f32)_mm512_add_epi32((i32)p, shift_left<23>((i32)shifted));
+}
 
-static inline void to_bf16(uint16_t* p, f32 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a)); }
+static inline f32 swap_halves(f32 a) { return _mm512_shuffle_f32x4(a, a, 0x4e); }
+static inline f32 swap_quarters(f32 a) { return _mm512_shuffle_f32x4(a, a, 0xb1); }
 
-static void round_queries(const float* const* query, int count, int head_dim, const TileMemory& memory) {
-    const int padded = padded_dim(head_dim);
-    for (int q = 0; q < kQueryBlock; q++) {
-        uint16_t* to = memory.queries + (size_t)q * padded;
+// Pairs of dimensions of queries [begin, begin + count), rounded, as columns.
+static void lay_queries(const AttentionItem& item, int begin, int count, int lanes, const TileMemory& memory) {
+    const int padded = padded_dim(item.head_dim);
+    const char* rows[kTileRows];
+    for (int q = 0; q < kTileRows; q++) {
+        uint16_t* row = memory.rows + (size_t)q * padded;
+        rows[q] = (const char*)row;
+        if (q >= count && q >= lanes) continue;
         for (int d = 0; d < padded; d += 16) {
-            const bool is_there = q < count && d < head_dim;
-            to_bf16(to + d, is_there ? load(query[q] + d) : splat(0.0f));
+            const bool is_there = q < count && d < item.head_dim;
+            const f32 part = is_there ? load(item.query[begin + q] + d) : splat(0.0f);
+            _mm256_storeu_si256((__m256i*)(row + d), (__m256i)_mm512_cvtneps_pbh(part));
         }
     }
-}
-
-// Dimensions in pairs, as they lie: dword `position` of line d / 2.
-static void pair_keys(const char* const* rows, int head_dim, uint16_t* keys) {
     i32 lines[4];
-    for (int half = 0; half < kKvBlock; half += 16) {
-        for (int d = 0; d < head_dim; d += 8) {
-            transpose4(rows + half, (size_t)d * 2, lines);
-            for (int j = 0; j < 4; j++) store_i(keys + (size_t)(d / 2 + j) * 2 * kKvBlock + 2 * half, lines[j]);
-        }
-    }
-    for (int line = head_dim / 2; line < padded_dim(head_dim) / 2; line++)
-        std::memset(keys + (size_t)line * 2 * kKvBlock, 0, 2 * kKvBlock * sizeof(uint16_t));
-}
-
-// Positions in pairs; those from `positions` on, whose probability is zero, are zeros.
-static void pair_values(const char* const* rows, int positions, int head_dim, uint16_t* values) {
-    alignas(64) uint16_t low[32], high[32];
-    for (int i = 0; i < 32; i++) {
-        low[i] = (uint16_t)(i / 2 + i % 2 * 32);
-        high[i] = (uint16_t)(low[i] + 16);
-    }
-    const i32 low_index = load_i(low), high_index = load_i(high), none = splat_i(0);
-    for (int p = 0; p < kKvBlock; p += 2) {
-        for (int d = 0; d < head_dim; d += 32) {
-            const __mmask32 there = head_dim - d < 32 ? 0xffff : 0xffffffff;
-            i32 a = p < positions ? _mm512_maskz_loadu_epi16(there, rows[p] + 2 * d) : none;
-            i32 b = p + 1 < positions ? _mm512_maskz_loadu_epi16(there, rows[p + 1] + 2 * d) : none;
-            uint16_t* to = values + (size_t)(d / 16) * kKvBlock * 16 + (size_t)p * 16;
-            store_i(to, _mm512_permutex2var_epi16(a, low_index, b));
-            if (head_dim - d > 16) store_i(to + kKvBlock * 16, _mm512_permutex2var_epi16(a, high_index, b));
-        }
+    for (int pair = 0; pair < padded / 2; pair += 4) {  // what a line has beyond the lanes, the next one overwrites
+        transpose4(rows, (size_t)pair * 4, lines);
+        for (int j = 0; j < 4; j++) store_i(memory.queries + (size_t)(pair + j) * lanes, lines[j]);
     }
 }
 
-// scores [count rounded up to tiles][32], not scaled, of queries [begin, begin + count).
-static void tile_scores(const TileMemory& memory, int begin, int count, int head_dim, float* scores) {
-    const int padded = padded_dim(head_dim), rows = tile_rows(count);
-    constexpr size_t line = 2 * kKvBlock * sizeof(uint16_t);
-    for (int q = 0; q < count; q += rows) {
-        tile_zero<kSumsA>(), tile_zero<kSumsB>();
-        for (int d = 0; d < padded; d += 32) {
-            const char* keys = (const char*)memory.keys + (size_t)(d / 2) * line;
-            tile_load<kRowsTile>(memory.queries + (size_t)(begin + q) * padded + d, padded * sizeof(uint16_t));
-            tile_load<kColumnsA>(keys, line);
-            tile_load<kColumnsB>(keys + 64, line);
-            tile_multiply<kSumsA, kColumnsA>();
-            tile_multiply<kSumsB, kColumnsB>();
+// The keys of 16 positions as rows: where they lie, or copied if that is not even or a row has no whole tiles.
+static inline const char* key_rows(const AttentionItem& item, int base, uint16_t* copies, size_t& stride) {
+    const int32_t* slots = item.slots + base;
+    const int there = item.context - base < kTileRows ? item.context - base : kTileRows;
+    if (there == kTileRows && item.head_dim % kTileDims == 0) {
+        const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
+        if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
+            stride = item.slot_stride;
+            return item.key + (size_t)slots[0] * item.slot_stride;
         }
-        tile_store<kSumsA>(scores + kKvBlock * q, kKvBlock * sizeof(float));
-        tile_store<kSumsB>(scores + kKvBlock * q + 16, kKvBlock * sizeof(float));
+    }
+    const int padded = padded_dim(item.head_dim);
+    for (int p = 0; p < kTileRows; p++) {
+        const char* row = item.key + (size_t)slots[p < there ? p : there - 1] * item.slot_stride;
+        for (int d = 0; d < padded; d += kTileDims) {
+            const __mmask32 dims = item.head_dim - d < kTileDims ? 0xffff : 0xffffffff;
+            store_i(copies + (size_t)p * padded + d, _mm512_maskz_loadu_epi16(dims, row + 2 * d));
+        }
+    }
+    stride = padded * sizeof(uint16_t);
+    return (const char*)copies;
+}
+
+// scores [positions][lanes] of positions from `base`, not scaled.
+static void score_keys(const AttentionItem& item, int base, int positions, int lanes, const TileMemory& memory) {
+    const size_t lane_bytes = (size_t)lanes * 4;
+    for (int p = 0; p < positions; p += kTileRows) {
+        size_t stride;
+        const char* keys = key_rows(item, base + p, memory.rows, stride);
+        tile_zero<kScores>();
+        for (int d = 0; d < item.head_dim; d += kTileDims) {
+            tile_load<kCache>(keys + 2 * d, stride);
+            tile_load<kQueries>(memory.queries + (size_t)d / 2 * lanes, lane_bytes);
+            tile_multiply<kScores, kCache, kQueries>();
+        }
+        tile_store<kScores>(memory.scores + (size_t)p * lanes, lane_bytes);
     }
 }
 
-// rows [count] = rows * correction + probabilities times values.
-static void tile_weigh(const TileMemory& memory, const float* correction, int count, int head_dim, float* rows) {
-    const int tile = tile_rows(count);
-    for (int q = 0; q < count; q += tile) {
-        tile_load<kRowsTile>(memory.probabilities + (size_t)q * kKvBlock, kKvBlock * sizeof(uint16_t));
-        for (int d = 0; d < head_dim; d += 16) {
-            tile_zero<kSumsA>();
-            tile_load<kColumnsA>(memory.values + (size_t)d * kKvBlock, 64);
-            tile_multiply<kSumsA, kColumnsA>();
-            tile_store<kSumsA>(memory.weighted + (size_t)q * head_dim + d, head_dim * sizeof(float));
+// Pairs of the values of 32 positions from `base`. Those beyond the context, whose probability is zero, are zeros.
+// Of 32 dimensions the first tile has the even fours, the second the odd ones: as unpacking leaves them.
+static void pair_values(const AttentionItem& item, int base, uint32_t* values) {
+    alignas(64) static const char none[64] = {};
+    const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
+    const int32_t* slots = item.slots + base;
+    for (int d = 0; d < item.head_dim; d += 32, values += 2 * kTileRows * 16) {
+        const __mmask32 there = item.head_dim - d < 32 ? 0xffff : 0xffffffff;
+        auto row = [&](int p) {
+            const void* at = p < positions ? item.value + (size_t)slots[p] * item.slot_stride + 2 * d : none;
+            return _mm512_maskz_loadu_epi16(there, at);
+        };
+        for (int p = 0; p < kKvBlock; p += 2) {
+            const i32 a = row(p), b = row(p + 1);
+            store_i(values + p / 2 * 16, _mm512_unpacklo_epi16(a, b));
+            store_i(values + p / 2 * 16 + kTileRows * 16, _mm512_unpackhi_epi16(a, b));
         }
     }
+}
+
+// Scores of queries [begin, begin + count) to probabilities beside the largest score of the split, as bfloat16 pairs,
+// and to their sums in float32. Positions that a query does not see are zeros.
+template <int kLanes>
+static void soften(const AttentionItem& item, int base, int positions, int begin, int count, const TileMemory& memory,
+                   float* maxima, float* totals) {
+    constexpr int kPositions = 16 / kLanes, kChains = 4 / kPositions > 0 ? 4 / kPositions : 1;  // of a vector; sums
+    alignas(64) int32_t first[16], last[16], at[16];
+    bool all_visible = true;
+    for (int i = 0; i < 16; i++) {
+        const int q = i % kLanes < count ? i % kLanes : 0;
+        first[i] = item.first[begin + q] - base, last[i] = item.last[begin + q] - base, at[i] = i / kLanes;
+        all_visible &= first[i] <= 0 && last[i] >= positions;
+    }
+    const i32 from = load_i(first), to = load_i(last), offset = load_i(at);
+    auto visible = [&](int p) {
+        const i32 position = _mm512_add_epi32(offset, splat_i(p));
+        return (__mmask16)(_mm512_cmple_epi32_mask(from, position) & _mm512_cmplt_epi32_mask(position, to));
+    };
+    const f32 lowest = splat(-INFINITY);
+    f32 tops[4] = {lowest, lowest, lowest, lowest};
+    for (int p = 0; p < positions; p += 4 * kPositions) {
+        for (int v = 0; v < 4; v++) {
+            const int vector = p + v * kPositions;
+            const f32 s = load(memory.scores + (size_t)vector * kLanes);
+            tops[v] = max(tops[v], all_visible ? s : _mm512_mask_blend_ps(visible(vector), lowest, s));
+        }
+    }
+    f32 top = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+    if constexpr (kLanes <= 8) top = max(top, swap_halves(top));
+    if constexpr (kLanes <= 4) top = max(top, swap_quarters(top));
+    top = mul(top, splat(item.scale));
+    store(maxima, top);
+    const f32 scale = splat(item.scale * kLog2E);
+    const f32 shift = mul(select_less(top, splat(-3e38f), splat(0.0f), top), splat(-kLog2E));
+    alignas(64) uint16_t order[32];
+    for (int w = 0; w < 32; w++) order[w] = (uint16_t)((2 * (w / 2 / kLanes) + w % 2) * kLanes + w / 2 % kLanes);
+    const i32 in_pairs = load_i(order);
+    f32 sums[kChains];
+    for (int c = 0; c < kChains; c++) sums[c] = splat(0.0f);
+    for (int p = 0; p < positions; p += 4 * kPositions) {
+        f32 some[4];
+        for (int v = 0; v < 4; v++) {
+            const int vector = p + v * kPositions;
+            some[v] = exp2_of(fma(load(memory.scores + (size_t)vector * kLanes), scale, shift));
+            if (!all_visible) some[v] = _mm512_maskz_mov_ps(visible(vector), some[v]);
+            sums[v % kChains] = add(sums[v % kChains], some[v]);
+        }
+        for (int v = 0; v < 4; v += 2) {
+            const i32 words = (i32)_mm512_cvtne2ps_pbh(some[v + 1], some[v]);
+            store_i(memory.probabilities + (size_t)(p + v * kPositions) / 2 * kLanes,
+                    _mm512_permutexvar_epi16(in_pairs, words));
+        }
+    }
+    f32 sum = sums[0];
+    if constexpr (kLanes == 16) sum = add(add(sums[0], sums[2]), add(sums[1], sums[3]));
+    if constexpr (kLanes == 8) sum = add(sums[0], sums[1]), sum = add(sum, swap_halves(sum));
+    if constexpr (kLanes == 4) sum = add(sum, swap_halves(sum)), sum = add(sum, swap_quarters(sum));
+    store(totals, sum);
+}
+
+// The probabilities' pairs by query: rows of a tile for each 32 positions.
+static void turn_probabilities(const TileMemory& memory, int positions, int lanes) {
+    for (int block = 0; block < positions / kKvBlock; block++) {
+        const char* pairs[kTileRows];
+        for (int i = 0; i < kTileRows; i++)
+            pairs[i] = (const char*)(memory.probabilities + (size_t)(block * kTileRows + i) * lanes);
+        for (int q = 0; q < lanes; q += 4) {
+            i32 lines[4];
+            transpose4(pairs, (size_t)q * 4, lines);
+            for (int j = 0; j < 4; j++) store_i(memory.weights + (size_t)(block * kTileRows + q + j) * kTileRows, lines[j]);
+        }
+    }
+}
+
+// Sums of two or four tiles of values, from `tile` on.
+template <int kTiles>
+static void weigh_values(const TileMemory& memory, int positions, int tile, int padded) {
+    tile_zero<kOut>(), tile_zero<kOut + 1>();
+    if constexpr (kTiles > 2) tile_zero<kOut + 2>(), tile_zero<kOut + 3>();
+    for (int block = 0; block < positions / kKvBlock; block++) {
+        const uint32_t* values = memory.values + (size_t)(block * (padded / 16) + tile) * kTileRows * 16;
+        tile_load<kWeightRows>(memory.weights + (size_t)block * kTileRows * kTileRows, 64);
+        tile_load<kCache>(values, 64), tile_multiply<kOut, kWeightRows, kCache>();
+        tile_load<kCache>(values + 256, 64), tile_multiply<kOut + 1, kWeightRows, kCache>();
+        if constexpr (kTiles > 2) {
+            tile_load<kCache>(values + 512, 64), tile_multiply<kOut + 2, kWeightRows, kCache>();
+            tile_load<kCache>(values + 768, 64), tile_multiply<kOut + 3, kWeightRows, kCache>();
+        }
+    }
+    float* to = memory.sums + 16 * tile;
+    const size_t stride = padded * sizeof(float);
+    tile_store<kOut>(to, stride), tile_store<kOut + 1>(to + 16, stride);
+    if constexpr (kTiles > 2) tile_store<kOut + 2>(to + 32, stride), tile_store<kOut + 3>(to + 48, stride);
+}
+
+// Takes a split's maxima, totals and weighted values of `count` queries into their running softmax, as `merge` does.
+static void take_split(const TileMemory& memory, int count, int head_dim, const float* split_maxima, const float* totals,
+                       float* maxima, float* rows) {
+    alignas(64) float before[16], mine[16], theirs[16];
+    for (int q = 0; q < 16; q++) before[q] = q < count ? maxima[q] : 0.0f;
+    const f32 a = load(before), b = load(split_maxima), larger = max(a, b);
+    const f32 nothing = splat(-3e38f);  // lower is -infinity: a query that sees no position of the split
+    store(mine, select_less(b, nothing, splat(1.0f), exp(sub(a, larger))));
+    store(theirs, select_less(b, nothing, splat(0.0f), exp(sub(b, larger))));
+    store(before, larger);
+    alignas(64) int32_t first[16], second[16];
+    for (int i = 0; i < 16; i++) {
+        first[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * 16;
+        second[i] = first[i] + 8;
+    }
+    const i32 low = load_i(first), high = load_i(second);
+    const int padded = padded_dim(head_dim);
     for (int q = 0; q < count; q++) {
-        float* to = rows + (size_t)q * attention_row(head_dim);
-        const float* from = memory.weighted + (size_t)q * head_dim;
-        const f32 factor = splat(correction[q]);
-        for (int d = 0; d < head_dim; d += 16) store(to + d, fma(load(to + d), factor, load(from + d)));
+        maxima[q] = before[q];
+        float* row = rows + (size_t)q * attention_row(head_dim);
+        const float* sums = memory.sums + (size_t)q * padded;
+        const f32 keep = splat(mine[q]), factor = splat(theirs[q]);
+        for (int d = 0; d < head_dim; d += 32) {
+            const f32 even = load(sums + d), odd = load(sums + d + 16);
+            auto take = [&](float* to, i32 order) {
+                store(to, fma(load(to), keep, mul(_mm512_permutex2var_ps(even, order, odd), factor)));
+            };
+            take(row + d, low);
+            if (d + 16 < head_dim) take(row + d + 16, high);
+        }
+        row[head_dim] = __builtin_fmaf(row[head_dim], mine[q], totals[q] * theirs[q]);
+    }
+}
+
+template <int kLanes>
+static void attend_in_lanes(const AttentionItem& item, int base, int positions, int begin, int count,
+                            const TileMemory& memory, float* maxima, float* rows) {
+    alignas(64) float split_maxima[16], totals[16];
+    configure_attention(count, kLanes);
+    lay_queries(item, begin, count, kLanes, memory);
+    score_keys(item, base, positions, kLanes, memory);
+    soften<kLanes>(item, base, positions, begin, count, memory, split_maxima, totals);
+    turn_probabilities(memory, positions, kLanes);
+    const int padded = padded_dim(item.head_dim), tiles = padded / 16;
+    int tile = 0;
+    for (; tile + 4 <= tiles; tile += 4) weigh_values<4>(memory, positions, tile, padded);
+    if (tile < tiles) weigh_values<2>(memory, positions, tile, padded);
+    take_split(memory, count, item.head_dim, split_maxima, totals, maxima, rows);
+}
+
+// Queries [begin, end) over the split at `base`. maxima and rows, of all queries, go on from what they hold.
+static void attend_split(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
+                         const TileMemory& memory) {
+    const int left = item.context - base < kKvSplit ? item.context - base : kKvSplit;
+    const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock;
+    for (int p = 0; p < positions; p += kKvBlock)
+        pair_values(item, base + p, memory.values + (size_t)p / 2 * padded_dim(item.head_dim));
+    for (int q = begin; q < end; q += kTileRows) {
+        const int count = end - q < kTileRows ? end - q : kTileRows;
+        auto run = count <= 4 ? attend_in_lanes<4> : count <= 8 ? attend_in_lanes<8> : attend_in_lanes<16>;
+        run(item, base, positions, q, count, memory, maxima + q, rows + (size_t)q * attention_row(item.head_dim));
     }
 }
 

@@ -87,8 +87,10 @@ const Kernels& kernels();  // those of this machine
 
 // Floats that `attend` needs as scratch.
 static inline size_t attention_scratch(int head_dim) {
-    return (size_t)kQueryBlock * (2 * attention_row(head_dim) + head_dim) + 2 * (size_t)kKvBlock * head_dim +
-           2 * kQueryBlock * kKvBlock;
+    const size_t dim = (size_t)(head_dim + 31) / 32 * 32;
+    const size_t in_blocks = kQueryBlock * kKvBlock + 2 * kKvBlock * dim;
+    const size_t in_tiles = 16 * (2 * kKvSplit + 1) + (8 + 8 + kKvSplit / 2 + 16) * dim;
+    return kQueryBlock * attention_row(head_dim) + (in_blocks > in_tiles ? in_blocks : in_tiles);
 }
 
 size_t tile_bytes(int32_t format);  // bytes of `tile_columns` columns of 16 rows

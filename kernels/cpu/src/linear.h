@@ -71,14 +71,25 @@ struct TileConfig {
 // Tile registers: integer sums of 16 rows, activations and weights of 32 columns, the same of 16 columns.
 enum { kSums, kActs, kWeights, kHalfActs, kHalfWeights };
 
+// Notes that the tile registers of this thread are configured as `shape`, a number for each; false if they are already.
+static inline bool becomes_current(int shape) {
+    static thread_local int current = 0;
+    if (current == shape) return false;
+    current = shape;
+    return true;
+}
+
 static void configure_tiles() {
+    if (!becomes_current(-1)) return;
     alignas(64) TileConfig config = {};
     config.palette = 1;
     const uint8_t rows[5] = {16, 16, 8, 16, 4}, row_bytes[5] = {64, 32, 64, 16, 64};
     for (int t = 0; t < 5; t++) config.rows[t] = rows[t], config.row_bytes[t] = row_bytes[t];
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
-static void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
+static void release_tiles() {
+    if (becomes_current(0)) asm volatile("tilerelease" ::: "memory");
+}
 
 // sums [16][16] = activations (signed) times weights (unsigned) over one group, or over half of one.
 template <int kA, int kW>
@@ -169,14 +180,12 @@ static void row_blocks(const uint8_t* tile, int groups, const Record* records, i
 }
 
 #else
-static void configure_tiles() {}
 static void release_tiles() {}
 #endif
 
 // Rows of a block that are not there are multiplied too, and what is in their place may be denormal: slow, if not
 // taken for zero. Returns the state of the thread that `leave` restores.
 static unsigned enter() {
-    configure_tiles();
 #if defined(__SSE__)
     constexpr unsigned flush_to_zero = 0x8000, denormals_are_zero = 0x40;
     const unsigned before = __builtin_ia32_stmxcsr();
@@ -201,7 +210,7 @@ static void quantised_tile(const Weight& weight, int tile, const Activations& x,
     int r = 0;
 #if defined(__AMX_INT8__)
     const int blocks = rows / kBlockRows + (rows % kBlockRows >= kBlockThreshold);
-    if (blocks > 0) row_blocks<F>(data, groups, records, blocks, out);
+    if (blocks > 0) configure_tiles(), row_blocks<F>(data, groups, records, blocks, out);
     r = blocks * kBlockRows;
 #endif
     for (; r < rows; r += kRegisterRows) {
