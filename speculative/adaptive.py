@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter, mul
+from typing import NamedTuple
 
 NUM_LEVELS = 16  # of confidence; higher ones count as the last
 DECAY = 0.99  # weight that an observation keeps from one step to the next
@@ -35,6 +36,9 @@ THRESHOLDS = tuple(i / 10 for i in range(10))  # at which the worth of drafts is
 WORTH_SHARE = 1 / 16  # share by which one draft changes it, once there have been some
 WORTH_PRIOR = 3  # drafts that what it begins with is worth
 RATE_KEPT = 0.95  # weight that the expected rate of a step keeps from one to the next
+PATIENCE = 32  # steps that a drafting model follows a request for whose drafts do not pay
+FIRST_NAP = 256  # steps that it leaves the request alone then; twice as many each time after that
+LONGEST_NAP = 4096
 
 
 class AcceptRates:
@@ -195,6 +199,37 @@ class DraftWorth:
         return self._worth[i] + (place - i) * (after - self._worth[i])
 
 
+class Watch:
+    """Whether a drafting model follows a text. Reading what the target computes costs time, drafts or not. So where
+    they do not pay it is left alone for longer and longer, and then read for a while to see whether they would."""
+
+    def __init__(self, like: Watch | None = None) -> None:
+        """Begins awake, or as `like` is."""
+        self._idle = 0  # steps awake since drafts paid
+        self._left: int = 0 if like is None else like._left  # of a nap
+        self._nap: int = FIRST_NAP if like is None else like._nap  # steps of the next one
+        self.pays = False  # drafts did lately
+
+    @property
+    def is_awake(self) -> bool:
+        return self._left == 0
+
+    def step(self, paid: bool) -> None:
+        """A step, in which drafts were expected to pay or not."""
+        if paid:
+            self._idle = self._left = 0
+            self._nap = FIRST_NAP
+            self.pays = True
+        elif self._left:
+            self._left -= 1
+        elif self._idle < PATIENCE:
+            self._idle += 1
+        else:
+            self._idle, self._left = 0, self._nap
+            self._nap = min(2 * self._nap, LONGEST_NAP)
+            self.pays = False
+
+
 @dataclass(frozen=True, slots=True)
 class Prospect:
     """What one request could get from a pass of the drafting model, and the chances of the tokens that it has without.
@@ -204,6 +239,16 @@ class Prospect:
 
     worth: DraftWorth | None
     lookup: Sequence[float] = ()
+
+
+class Choice(NamedTuple):
+    """For which prospects to run a drafting model, and whether that is expected to pay or only to tell."""
+
+    indices: list[int]
+    pays: bool
+
+
+NOBODY = Choice([], False)
 
 
 class PayoffController:
@@ -227,13 +272,13 @@ class PayoffController:
         self._shape = (0, 0)  # of the last step: candidates, and rows without drafts
         self._tokens = self._seconds = 0.0  # expected of the last steps of that shape
 
-    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
         """For which prospects to run the drafting model. Asked before `plan`, with the same requests and `rows`.
 
         pass_rows: rows of the drafting model's pass for each of them.
         """
         if self.costs.reach <= rows or not self.draft_costs.reach:
-            return []
+            return NOBODY
         rate = self._rate(len(prospects), rows)
         more = min(4 * len(prospects), self.costs.reach - rows)
         now, then = self.costs.at(rows), self.costs.at(rows + more)
@@ -247,18 +292,18 @@ class PayoffController:
             reverse=True,
         )
         if not gains:
-            return []
+            return NOBODY
         seconds = [self.draft_costs.at(count * pass_rows) for count in range(1, len(gains) + 1)]
         gained = accumulate(gain for gain, _ in gains)
         nets = [gain - rate * spent for gain, spent in zip(gained, seconds, strict=True)]
         best = max(range(len(nets)), key=nets.__getitem__)
         if nets[best] > MODEL_MARGIN * rows:
-            return [i for _, i in gains[: best + 1]]
+            return Choice([i for _, i in gains[: best + 1]], True)
         loss = max(-nets[0] / rate, 0.0)
         if loss > self._credit:
-            return []
+            return NOBODY
         self._credit -= loss
-        return [gains[0][1]]
+        return Choice([gains[0][1]], False)
 
     def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
         """How many tokens to verify for each candidate, at most as many as it has.

@@ -4,7 +4,7 @@ is measured to pay for each request in each step."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,17 @@ import torch
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
-from speculative.adaptive import TIMES_NEEDED, AcceptRates, Candidate, DraftWorth, PayoffController, Prospect
+from speculative.adaptive import (
+    NOBODY,
+    TIMES_NEEDED,
+    AcceptRates,
+    Candidate,
+    Choice,
+    DraftWorth,
+    PayoffController,
+    Prospect,
+    Watch,
+)
 from speculative.alarm import AcceptAlarm
 from speculative.drafter import Drafter
 from speculative.ngram import NgramIndex
@@ -41,6 +51,7 @@ class _Drafting:
     lookup: _Source
     model: _Source
     worth: DraftWorth
+    watch: Watch
     index: NgramIndex | None = None
     long: bool = False
 
@@ -65,6 +76,7 @@ class DraftingWorker(SpeculativeWorker):
         self._lookup_rates = AcceptRates()
         self._model_rates = AcceptRates(guesses=LEVEL_GUESSES)
         self._worth = DraftWorth(chances=_FIRST_DRAFT)  # of all requests
+        self._watch = Watch()  # likewise
         self._drafting: dict[Request, _Drafting] = {}
         self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
 
@@ -90,7 +102,7 @@ class DraftingWorker(SpeculativeWorker):
         most = 0
         if self._looks_up(request):
             most = (asked or self._options.num_draft_tokens) - 1
-        if self._drafter is not None and self._uses_model(request):
+        if self._drafter is not None and self._follows(request):
             room = self._drafter.room(request)
             most = max(most, room if asked is None else min(room, asked - 1))
         return most
@@ -120,7 +132,7 @@ class DraftingWorker(SpeculativeWorker):
         drafter = self._drafter
         if drafter is None:
             return super().run_pass(steps)
-        following = [step for step in steps if self._uses_model(step.request) and drafter.room(step.request)]
+        following = [step for step in steps if self._follows(step.request) and drafter.room(step.request)]
         batch = self.runner.batch(steps, drafter.capture_layers if following else ())
         result = self.runner.forward(batch)
         drafter.target_wrote(steps, result.captured)
@@ -130,7 +142,7 @@ class DraftingWorker(SpeculativeWorker):
         return result.logits
 
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
-        if self._drafter is not None and self._uses_model(request):
+        if self._drafter is not None and self._follows(request):
             self._drafter.committed(request, step.num_tokens + max(0, emitted - 1))
             before = self._prompt_slots.pop(request, None)
             if before is not None and before[: request.tree_len] != request.slots[: request.tree_len]:
@@ -147,6 +159,8 @@ class DraftingWorker(SpeculativeWorker):
         usable = super().usable_prefix(request, slots)
         if self._drafter is None or not self._uses_model(request):
             return usable
+        if self._algorithm(request) == "auto" and not self._watch.pays:
+            return usable  # a draft can do without some of the context, and there may never be one
         return min(usable, self._drafter.usable_prefix(request, slots))
 
     def before_release(self, request: Request) -> None:
@@ -170,6 +184,12 @@ class DraftingWorker(SpeculativeWorker):
     def _uses_model(self, request: Request) -> bool:
         return self._drafter is not None and self._algorithm(request) in (self._drafter.name, "auto")
 
+    def _follows(self, request: Request) -> bool:
+        """Whether the model reads what the target computes for the request, and may draft for it."""
+        if self._algorithm(request) == "auto":
+            return self._drafter is not None and self._state(request).watch.is_awake
+        return self._uses_model(request)
+
     def _state(self, request: Request) -> _Drafting:
         state = self._drafting.get(request)
         if state is None:
@@ -177,6 +197,7 @@ class DraftingWorker(SpeculativeWorker):
                 _Source(AcceptRates(self._lookup_rates)),
                 _Source(AcceptRates(self._model_rates)),
                 DraftWorth(self._worth),
+                Watch(self._watch),
             )
         return state
 
@@ -200,20 +221,12 @@ class DraftingWorker(SpeculativeWorker):
             return 0
         rooms = [
             min(limit, drafter.room(request), *(() if state.long else (drafter.short_draft,)))
-            if self._uses_model(request)
+            if self._follows(request)
             else 0
             for request, state, limit in zip(requests, states, limits, strict=True)
         ]
-        if not any(rooms):
-            return 0
-        prospects = [
-            Prospect(
-                state.worth if room else None,
-                state.lookup.rates.chances(state.lookup.proposal.levels),
-            )
-            for state, room in zip(states, rooms, strict=True)
-        ]
-        chosen = self._controller.choose(prospects, rows, drafter.pass_rows([max(rooms)]))
+        chosen, pays = self._prospects_chosen(states, rooms, rows) if any(rooms) else NOBODY
+        self._watch_over(requests, states, chosen if pays else ())
         if not chosen:
             return 0
         start = time.perf_counter()
@@ -228,6 +241,26 @@ class DraftingWorker(SpeculativeWorker):
             states[i].worth.observe(chances)
             self._worth.observe(chances)
         return pass_rows
+
+    def _prospects_chosen(self, states: Sequence[_Drafting], rooms: Sequence[int], rows: int) -> Choice:
+        assert self._drafter is not None
+        prospects = [
+            Prospect(
+                state.worth if room else None,
+                state.lookup.rates.chances(state.lookup.proposal.levels),
+            )
+            for state, room in zip(states, rooms, strict=True)
+        ]
+        return self._controller.choose(prospects, rows, self._drafter.pass_rows([max(rooms)]))
+
+    def _watch_over(
+        self, requests: Sequence[Request], states: Sequence[_Drafting], paid: Collection[int]
+    ) -> None:
+        """A step, in which drafts of the model for the requests at the indices `paid` are expected to pay."""
+        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
+            if self._algorithm(request) == "auto":
+                state.watch.step(i in paid)
+                self._watch.step(i in paid)
 
     def _note_lengths(
         self, states: Sequence[_Drafting], chosen: Sequence[_Source], lengths: Sequence[int]

@@ -24,7 +24,7 @@ from engine.slot_table import SlotTable
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.loader import inspect_model, load_drafter
 from models.options import ModelOptions
-from speculative.adaptive import Candidate, PayoffController, Prospect
+from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
 from speculative.dflash import DFlash
 from speculative.drafter import Drafter
 from speculative.drafting_worker import DraftingWorker
@@ -187,8 +187,8 @@ class Recorded(Recording, DFlash):
 class Everything(PayoffController):
     """Has everything drafted and verified."""
 
-    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
-        return [i for i, prospect in enumerate(prospects) if prospect.worth is not None]
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
+        return Choice([i for i, prospect in enumerate(prospects) if prospect.worth is not None], True)
 
     def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
         return [len(candidate.levels) for candidate in candidates]

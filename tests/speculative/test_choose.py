@@ -62,7 +62,7 @@ def simulate(
     for _ in range(steps):
         rows = len(requests)
         if fixed is None:
-            drafting = controller.choose([Prospect(r.worth) for r in requests], rows)
+            drafting = controller.choose([Prospect(r.worth) for r in requests], rows).indices
         else:
             drafting = list(range(rows)) if fixed else []
         drafts = {i: requests[i].draw(rng) for i in drafting}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import OutputEvent, Request, SpeculationParams
-from speculative.adaptive import Candidate, Prospect
+from speculative.adaptive import FIRST_NAP, NOBODY, PATIENCE, Candidate, Choice, Prospect
 from speculative.alarm import WINDOW
 from speculative.features import MAX_PENDING
 from speculative.proposal import MakeSamplingRow, Proposal
@@ -125,9 +125,9 @@ class NotBefore(Everything):
         super().__init__()
         self.steps = steps
 
-    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> list[int]:
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
         self.steps -= 1
-        return super().choose(prospects, rows, pass_rows) if self.steps < 0 else []
+        return super().choose(prospects, rows, pass_rows) if self.steps < 0 else NOBODY
 
 
 def test_drafting_that_begins_late_knows_all_that_came_before(
@@ -144,6 +144,46 @@ def test_drafting_that_begins_late_knows_all_that_came_before(
     known = {tuple(text): proposed for text, proposed in cold[0].proposed}
     common = [(text, proposed) for text, proposed in reply.proposed if tuple(text) in known]
     assert common and all(proposed == known[tuple(text)] for text, proposed in common)
+
+
+class Never(Everything):
+    """Holds drafting never to pay, and verifies nothing."""
+
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
+        return NOBODY
+
+    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
+        return [0] * len(candidates)
+
+
+class Reading(Recorded):
+    """Notes of how many tokens it was told, by request."""
+
+    def __init__(self, pair: Pair) -> None:
+        super().__init__(pair)
+        self.read: dict[str, int] = {}
+
+    def committed(self, request: Request, num_tokens: int) -> None:
+        super().committed(request, num_tokens)
+        self.read[request.request_id] = self.read.get(request.request_id, 0) + num_tokens
+
+
+def test_a_text_whose_drafts_do_not_pay_is_read_again_after_a_nap(pair: Pair) -> None:
+    drafter, prompt = Reading(pair), PROMPTS[0]
+    with serving(pair, "auto", controller=Never(), drafter=drafter) as served:
+        served.ask(prompt, max_tokens=PATIENCE + FIRST_NAP + 20)
+    (read,) = drafter.read.values()
+    assert len(prompt) + PATIENCE + 10 < read < len(prompt) + PATIENCE + 30
+
+
+def test_what_comes_during_a_nap_is_not_read_unless_the_model_is_asked_for(pair: Pair) -> None:
+    drafter = Reading(pair)
+    with serving(pair, "auto", controller=Never(), drafter=drafter) as served:
+        served.ask(PROMPTS[0], max_tokens=PATIENCE + 10)
+        served.ask(PROMPTS[1], max_tokens=LENGTH)
+        served.ask(PROMPTS[2], "dflash", max_tokens=LENGTH)
+    assert len(drafter.read) == 2
+    assert list(drafter.read.values())[1] == len(PROMPTS[2]) + LENGTH - 1
 
 
 def test_a_request_that_opts_in_midway_drafts_from_what_is_known_of_it(
