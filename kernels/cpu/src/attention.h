@@ -5,22 +5,23 @@
 #pragma once
 
 #include "attention_tiles.h"
-#include "rows.h"
 
 namespace TANDEM_ISA {
 
-static inline f32 exp_of_difference(float a, float b) {
-    return exp(splat(a - b));
-}
-
-// Takes the running softmax `other` into `into`; both rows are as in kernels.h.
-static void merge(float& maximum, float* row, float other_maximum, const float* other, int head_dim) {
-    if (other_maximum == -INFINITY) return;
-    const float larger = maximum > other_maximum ? maximum : other_maximum;
-    const f32 mine = exp_of_difference(maximum, larger), theirs = exp_of_difference(other_maximum, larger);
-    for (int i = 0; i < attention_row(head_dim); i += 16)
-        store(row + i, fma(load(row + i), mine, mul(load(other + i), theirs)));
-    maximum = larger;
+// Takes the running softmax `other` of `count` queries into theirs; rows are as in kernels.h.
+static void merge(int count, float* maxima, float* rows, const float* other_maxima, const float* other_rows,
+                  int head_dim) {
+    const int row = attention_row(head_dim);
+    for (int first = 0; first < count; first += 16) {
+        const int lanes = count - first < 16 ? count - first : 16;
+        const Factors factors = merge_maxima(lanes, maxima + first, other_maxima + first);
+        for (int q = first; q < first + lanes; q++) {
+            const f32 mine = splat(factors.mine[q - first]), theirs = splat(factors.theirs[q - first]);
+            float* to = rows + (size_t)q * row;
+            const float* other = other_rows + (size_t)q * row;
+            for (int i = 0; i < row; i += 16) store(to + i, fma(load(to + i), mine, mul(load(other + i), theirs)));
+        }
+    }
 }
 
 static void finish(const float* row, int head_dim, float* out) {
@@ -200,8 +201,7 @@ static void attend(const AttentionItem& item, int first_split, int last_split, f
         for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
         std::memset(partial, 0, sizeof(float) * item.count * stride);
         attend_blocks(item, base, end, part, partial, rest);
-        for (int q = 0; q < item.count; q++)
-            merge(maxima[q], rows + q * stride, part[q], partial + q * stride, item.head_dim);
+        merge(item.count, maxima, rows, part, partial, item.head_dim);
     }
 }
 

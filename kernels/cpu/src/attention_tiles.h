@@ -7,7 +7,7 @@
 // does not depend on other queries.
 #pragma once
 
-#include "simd.h"
+#include "rows.h"
 
 namespace TANDEM_ISA {
 
@@ -264,13 +264,7 @@ static void weigh_values(const TileMemory& memory, int positions, int tile, int 
 // Takes a split's maxima, totals and weighted values of `count` queries into their running softmax, as `merge` does.
 static void take_split(const TileMemory& memory, int count, int head_dim, const float* split_maxima, const float* totals,
                        float* maxima, float* rows) {
-    alignas(64) float before[16], mine[16], theirs[16];
-    for (int q = 0; q < 16; q++) before[q] = q < count ? maxima[q] : 0.0f;
-    const f32 a = load(before), b = load(split_maxima), larger = max(a, b);
-    const f32 nothing = splat(-3e38f);  // lower is -infinity: a query that sees no position of the split
-    store(mine, select_less(b, nothing, splat(1.0f), exp(sub(a, larger))));
-    store(theirs, select_less(b, nothing, splat(0.0f), exp(sub(b, larger))));
-    store(before, larger);
+    const Factors factors = merge_maxima(count, maxima, split_maxima);
     alignas(64) int32_t first[16], second[16];
     for (int i = 0; i < 16; i++) {
         first[i] = i / 8 * 4 + i % 4 + i / 4 % 2 * 16;
@@ -279,10 +273,9 @@ static void take_split(const TileMemory& memory, int count, int head_dim, const 
     const i32 low = load_i(first), high = load_i(second);
     const int padded = padded_dim(head_dim);
     for (int q = 0; q < count; q++) {
-        maxima[q] = before[q];
         float* row = rows + (size_t)q * attention_row(head_dim);
         const float* sums = memory.sums + (size_t)q * padded;
-        const f32 keep = splat(mine[q]), factor = splat(theirs[q]);
+        const f32 keep = splat(factors.mine[q]), factor = splat(factors.theirs[q]);
         for (int d = 0; d < head_dim; d += 32) {
             const f32 even = load(sums + d), odd = load(sums + d + 16);
             auto take = [&](float* to, i32 order) {
@@ -291,7 +284,7 @@ static void take_split(const TileMemory& memory, int count, int head_dim, const 
             take(row + d, low);
             if (d + 16 < head_dim) take(row + d + 16, high);
         }
-        row[head_dim] = __builtin_fmaf(row[head_dim], mine[q], totals[q] * theirs[q]);
+        row[head_dim] = __builtin_fmaf(row[head_dim], factors.mine[q], totals[q] * factors.theirs[q]);
     }
 }
 

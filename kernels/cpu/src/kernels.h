@@ -72,7 +72,7 @@ struct Kernels {
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.
     void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);
-    void (*merge)(float& maximum, float* row, float other_maximum, const float* other, int head_dim);
+    void (*merge)(int count, float* maxima, float* rows, const float* other_maxima, const float* other_rows, int head_dim);
     void (*finish)(const float* row, int head_dim, float* out);
     unsigned (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
     void (*leave)(unsigned);

@@ -277,7 +277,7 @@ private:
     void attend(Own& mine, const Layer& layer, int l, int index) {
         const Sequence& s = sequence_of(index);
         const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
-        const int split = local % splits, kv_head = local / splits % m.kv_heads, block = local / splits / m.kv_heads;
+        const int kv_head = local % m.kv_heads, split = local / m.kv_heads % splits, block = local / m.kv_heads / splits;
         const AttentionItem item = item_of(s, layer, l, block, kv_head);
         const size_t stride = attention_row(m.head_dim);
         float own_maxima[kQueryBlock];
@@ -296,19 +296,18 @@ private:
             const Sequence& s = sequences[n];
             for (int i = 0; i < s.blocks * m.kv_heads; i++) {
                 if (claimed++ % member.threads != member.index) continue;
-                const AttentionItem item = item_of(s, layer, l, i / m.kv_heads, i % m.kv_heads);
-                const size_t base = (size_t)(s.first_item + i * s.splits) * kQueryBlock;
+                const int block = i / m.kv_heads, kv_head = i % m.kv_heads;
+                const AttentionItem item = item_of(s, layer, l, block, kv_head);
                 const size_t stride = attention_row(m.head_dim);
-                float* row = own[member.index].softmax;
-                for (int q = 0; q < item.count; q++) {
-                    float maximum = -INFINITY;
-                    std::memset(row, 0, sizeof(float) * stride);
-                    for (int split = 0; split < s.splits; split++) {
-                        const size_t at = base + (size_t)split * kQueryBlock + q;
-                        k.merge(maximum, row, partial_maxima[at], partial_rows + at * stride, m.head_dim);
-                    }
-                    k.finish(row, m.head_dim, item.out[q]);
+                float *rows = own[member.index].softmax, maxima[kQueryBlock];
+                for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
+                std::memset(rows, 0, sizeof(float) * item.count * stride);
+                for (int split = 0; split < s.splits; split++) {
+                    const int index = s.first_item + (block * s.splits + split) * m.kv_heads + kv_head;
+                    const size_t at = (size_t)index * kQueryBlock;
+                    k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, m.head_dim);
                 }
+                for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, m.head_dim, item.out[q]);
             }
         }
     }
