@@ -1,6 +1,7 @@
 """Builds the native kernels, `libtandem_cpu.so`, with the C++ compiler at hand.
 
-`python -m kernels.cpu.build` builds in place, as installing does; `--sanitize` builds a second library with
+`python -m kernels.cpu.build` builds in place, as installing does, for the machine that the compiler compiles for:
+with CXX a cross compiler and `--output` another place, for another one. `--sanitize` builds a second library with
 the address and undefined-behaviour sanitizers and prints the environment that runs tests on it. Standard
 library only: `setup.py` imports this module before anything is installed.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -44,11 +44,14 @@ SANITIZERS = [
     "-fno-omit-frame-pointer",
 ]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"]
-ISA_FLAGS = {
+X86 = {
+    "scalar": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
     "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
+# Compilers for Apple's processors take their dot products for granted, so what has none says so.
+ARM = {"scalar": ["-march=armv8-a"], "neon": ["-march=armv8.2-a+dotprod"]}
 
 
 class BuildError(Exception):
@@ -65,36 +68,51 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler found (set CXX, or install g++ or clang++)")
 
 
+def machine(cxx: list[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """What `cxx` compiles for: flags of every source, and instruction sets with the flags of each.
+
+    Raises BuildError.
+    """
+    name = _run([*cxx, "-dumpmachine"]).split("-")[0]
+    if name in ("x86_64", "amd64"):
+        return ["-DTANDEM_HAVE_X86"], X86
+    if name in ("aarch64", "arm64"):
+        return ["-DTANDEM_HAVE_ARM"], ARM
+    return [], {"scalar": []}
+
+
+def compile_objects(cxx: list[str], folder: Path, flags: list[str]) -> list[Path]:
+    """Compile all sources into object files in `folder`. Raises BuildError."""
+    of_machine, isas = machine(cxx)
+    jobs: dict[Path, tuple[Path, list[str]]] = {
+        folder / f"{name}.o": (SOURCES / f"{name}.cpp", []) for name in ("api", "pack", "step", "team")
+    }
+    for isa, isa_flags in isas.items():
+        jobs[folder / f"isa_{isa}.o"] = (SOURCES / "isa.cpp", [f"-DTANDEM_ISA={isa}", *isa_flags])
+
+    def compile_one(job: tuple[Path, tuple[Path, list[str]]]) -> None:
+        target, (source, extra) = job
+        _run([*cxx, *flags, *of_machine, *extra, "-c", str(source), "-o", str(target)])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, jobs.items()))
+    return list(jobs)
+
+
 def build(output: Path = LIBRARY, *, sanitize: bool = False) -> Path:
     """Compile all sources into the shared library `output`. Raises BuildError."""
     flags = FLAGS + (SANITIZERS if sanitize else [])
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    if is_x86:
-        flags = [*flags, "-DTANDEM_HAVE_X86"]
-    isas = {"scalar": [], **(ISA_FLAGS if is_x86 else {})}
     cxx = compiler()
     with tempfile.TemporaryDirectory() as folder:
-        jobs: dict[Path, tuple[Path, list[str]]] = {
-            Path(folder, f"{name}.o"): (SOURCES / f"{name}.cpp", [])
-            for name in ("api", "pack", "step", "team")
-        }
-        for isa, isa_flags in isas.items():
-            jobs[Path(folder, f"isa_{isa}.o")] = (SOURCES / "isa.cpp", [f"-DTANDEM_ISA={isa}", *isa_flags])
-
-        def compile_one(job: tuple[Path, tuple[Path, list[str]]]) -> None:
-            target, (source, extra) = job
-            _run([*cxx, *flags, *extra, "-c", str(source), "-o", str(target)])
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, jobs.items()))
+        objects = compile_objects(cxx, Path(folder), flags)
         # Linked beside its place and then moved: a process that has the old one mapped keeps it.
         linked = output.with_suffix(f".{os.getpid()}.tmp")
-        _run([*cxx, *flags, "-shared", *map(str, jobs), "-o", str(linked)])
+        _run([*cxx, *flags, "-shared", *map(str, objects), "-o", str(linked)])
         linked.replace(output)
     return output
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -103,6 +121,7 @@ def _run(command: list[str]) -> None:
         print(done.stderr, file=sys.stderr)
     if done.returncode != 0:
         raise BuildError(f"`{shlex.join(command)}` failed")
+    return done.stdout
 
 
 def main() -> None:
@@ -111,9 +130,11 @@ def main() -> None:
         prog="python -m kernels.cpu.build", description="Build the native CPU kernels."
     )
     parser.add_argument("--sanitize", action="store_true", help="build with sanitizers, print how to use it")
+    parser.add_argument("--output", type=Path, help="where the library goes, if not in its place")
     options = parser.parse_args()
+    output = options.output or (SANITIZED if options.sanitize else LIBRARY)
     try:
-        output = build(SANITIZED, sanitize=True) if options.sanitize else build()
+        build(output, sanitize=options.sanitize)
     except BuildError as error:
         sys.exit(f"error: {error}")
     if not options.sanitize:

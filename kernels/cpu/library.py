@@ -20,7 +20,7 @@ FORMATS = {
     )
 }
 
-ISAS = ("amx", "avx512", "avx2", "scalar")
+ISAS = ("amx", "avx512", "avx2", "neon", "scalar")
 
 
 class NativeWeight(ctypes.Structure):

@@ -11,6 +11,10 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(TANDEM_HAVE_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(TANDEM_HAVE_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -29,6 +33,18 @@ bool amx_allowed() {  // Linux gives the tile registers to a process that asks f
     return false;
 #endif
 }
+#elif defined(TANDEM_HAVE_ARM)
+bool has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+    int32_t has = 0;
+    size_t size = sizeof(has);
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+    return false;
+#endif
+}
 #endif
 
 // The best of what was built and this processor has; with a name, that one if it is among them, else null.
@@ -42,6 +58,8 @@ const Kernels* choose(const char* wanted) {
     if (is_wanted("amx") && avx512 && __builtin_cpu_supports("avx512bf16") && amx_allowed()) return &kernels_amx;
     if (is_wanted("avx512") && avx512) return &kernels_avx512;
     if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
+#elif defined(TANDEM_HAVE_ARM)
+    if (is_wanted("neon") && has_dot_products()) return &kernels_neon;
 #endif
     return is_wanted("scalar") ? &kernels_scalar : nullptr;
 }

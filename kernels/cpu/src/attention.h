@@ -99,8 +99,6 @@ static inline void by_runs(int count, Step step, int first = 0) {
     }
 }
 
-constexpr int kQueryRun = kRegisterRows > 6 ? 6 : kRegisterRows;  // queries that fit in registers
-
 // Masks and scales scores [count][32] of queries [begin, begin + count) over the block at `base`, and turns them into
 // probabilities beside the maxima so far. What was summed before is to be multiplied by correction [count].
 static void soften(const AttentionItem& item, int base, int begin, int count, float* maxima, float* scores, float* rows,
@@ -152,11 +150,11 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
         }
     }
     gather_keys(key_rows, item.head_dim, item.is_bf16, keys);
-    by_runs<kQueryRun>(count, [&]<int n>(int i) {
+    by_runs<kRegisterQueries>(count, [&]<int n>(int i) {
         score<n>(item.query + begin + i, keys, item.head_dim, scores + kKvBlock * i);
     });
     soften(item, base, begin, count, maxima, scores, rows, correction);
-    by_runs<kQueryRun>(count, [&]<int n>(int i) {
+    by_runs<kRegisterQueries>(count, [&]<int n>(int i) {
         float* to = rows + (size_t)i * attention_row(item.head_dim);
         const float* s = scores + kKvBlock * i;
         int at = 0;

@@ -10,7 +10,8 @@
 //   8 bits: 8 lines, value + 128.
 //
 // After the groups come the scales: f16 for 16 rows (and the minimum likewise); for the K formats, one byte for each
-// sub-block and row more. Values are unsigned; `offset` is subtracted by way of the activations' sums.
+// sub-block and row more. Values are unsigned; `offset` is subtracted by way of the activations' sums, but for that of
+// 8 bits where an instruction set multiplies signed weights only (fewer bits are the same either way).
 #pragma once
 
 #include "kernels.h"
@@ -64,7 +65,7 @@ struct Lines6 {
 struct Lines8 {
     static constexpr int bytes = 512;
     static inline void unpack(const uint8_t* p, i32* w) {
-        for (int j = 0; j < 8; j++) w[j] = load_i(p + 64 * j);
+        for (int j = 0; j < 8; j++) w[j] = as_weights(load_i(p + 64 * j));
     }
 };
 
@@ -111,7 +112,7 @@ template <> struct Quantised<Q4_0> : Simple<Lines4, 3, false> {};
 template <> struct Quantised<Q4_1> : Simple<Lines4, 0, true> {};
 template <> struct Quantised<Q5_0> : Simple<Lines5, 4, false> {};
 template <> struct Quantised<Q5_1> : Simple<Lines5, 0, true> {};
-template <> struct Quantised<Q8_0> : Simple<Lines8, 7, false> {};
+template <> struct Quantised<Q8_0> : Simple<Lines8, kSignedWeights ? 0 : 7, false> {};
 template <> struct Quantised<Q4_K> : WithMinima<Lines4> {};
 template <> struct Quantised<Q5_K> : WithMinima<Lines5> {};
 template <> struct Quantised<Q6_K> : WithHalves {};

@@ -82,6 +82,7 @@ extern const Kernels kernels_scalar;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 extern const Kernels kernels_amx;
+extern const Kernels kernels_neon;
 
 const Kernels& kernels();  // those of this machine
 

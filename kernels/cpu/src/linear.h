@@ -20,8 +20,18 @@ static inline i32 cancel_offset(const int32_t* negative_sum) {
     return F::offset_bits ? splat_i((int32_t)((uint32_t)*negative_sum << F::offset_bits)) : splat_i(0);
 }
 
+// Calls step.template operator()<j>() for each j of [kFirst, kLast): a loop whose index is a constant.
+template <int kFirst, int kLast, class Step>
+static inline void unrolled(Step step) {
+    if constexpr (kFirst < kLast) {
+        step.template operator()<kFirst>();
+        unrolled<kFirst + 1, kLast>(step);
+    }
+}
+
+// Flattened: a function that is not inlined would take and give lines of weights through memory.
 template <class F, int kRows>
-static void few_rows(const uint8_t* tile, int groups, const Record* records, int row, float* out) {
+[[gnu::flatten]] static void few_rows(const uint8_t* tile, int groups, const Record* records, int row, float* out) {
     f32 y[kRows];
     for (int r = 0; r < kRows; r++) y[r] = splat(0.0f);
     constexpr int groups_per_tile = F::columns / kGroup;
@@ -35,20 +45,20 @@ static void few_rows(const uint8_t* tile, int groups, const Record* records, int
         F::scales(tile, inner, d, d2, m);
         const Record& record = records[g];
         // Rows go side by side through a line of weights: their chains of products hide each other's latency.
-        auto add = [&](int first, int last, const int32_t* negative_sum, f32 d) {
+        auto add = [&]<int kFirst, int kLast>(const int32_t* negative_sum, f32 d) {
             i32 dots[kRows];
             for (int r = 0; r < kRows; r++) dots[r] = cancel_offset<F>(negative_sum + row + r);
-            for (int j = first; j < last; j++) {
-                const int line = F::has_halves ? j : j / 2 + j % 2 * 4;  // as they are unpacked
-                for (int r = 0; r < kRows; r++) dots[r] = dot4(dots[r], w[line], record.values[row + r] + 4 * line);
-            }
+            unrolled<kFirst, kLast>([&]<int j>() {
+                constexpr int line = F::has_halves ? j : j / 2 + j % 2 * 4;  // as they are unpacked
+                for (int r = 0; r < kRows; r++) dots[r] = dot4<line>(dots[r], w[line], record.values[row + r]);
+            });
             for (int r = 0; r < kRows; r++) y[r] = accumulate<F>(y[r], dots[r], d, m, record, row + r);
         };
         if constexpr (F::has_halves) {
-            add(0, 4, record.half_sum[0], d);
-            add(4, 8, record.half_sum[1], d2);
+            add.template operator()<0, 4>(record.half_sum[0], d);
+            add.template operator()<4, 8>(record.half_sum[1], d2);
         } else {
-            add(0, 8, record.sum, d);
+            add.template operator()<0, 8>(record.sum, d);
         }
         if (inner == groups_per_tile - 1) tile += F::bytes;
     }
@@ -280,7 +290,8 @@ static void quantised_row(const Weight& weight, int row, float* out) {
         for (int j = 0; j < 8; j++) store_i(values + 64 * j, w[j]);
         store(scale[0], d), store(scale[1], F::has_halves ? d2 : d), store(scale[2], m);
         for (int c = 0; c < kGroup; c++) {
-            int value = (int)values[64 * (c / 4) + 4 * lane + c % 4] - (F::offset_bits ? 1 << F::offset_bits : 0);
+            const uint8_t byte = values[64 * (c / 4) + 4 * lane + c % 4];
+            int value = (kSignedWeights ? (int8_t)byte : byte) - (F::offset_bits ? 1 << F::offset_bits : 0);
             float product = scale[c / 16][lane] * (float)value;
             out[g * kGroup + c] = F::has_minimum ? product + scale[2][lane] : product;
         }

@@ -8,6 +8,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace TANDEM_ISA {
@@ -18,7 +20,7 @@ constexpr int kLanes = 16;
 
 using f32 = __m512;
 using i32 = __m512i;
-constexpr int kRegisterRows = 8;  // rows of activations (or queries) that a kernel holds in registers
+constexpr int kRegisterRows = 8, kRegisterQueries = 6;  // rows of activations, queries that registers have room for
 
 static inline f32 load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, f32 a) { _mm512_storeu_ps(p, a); }
@@ -77,10 +79,12 @@ static inline f32 load_u8(const void* p) {
 static inline f32 load_s8(const void* p) {
     return to_float(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-// acc + the products of 4 unsigned weights a lane with the 4 signed activations at a, summed exactly
-static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+// acc + the products of 4 weights a lane with a row's signed activations 4 kLine and following, summed exactly
+template <int kLine>
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* row) {
     using four __attribute__((may_alias, aligned(1))) = int32_t;
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*(const four*)a));  // compilers load apart
+    const four* a = (const four*)(row + 4 * kLine);
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(weights), "m"(*a));  // compilers load apart
     return acc;
 }
 // lane i of out[j] is dword j at rows[i] + offset
@@ -106,7 +110,7 @@ static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HI
 
 struct f32 { __m256 lo, hi; };
 struct i32 { __m256i lo, hi; };
-constexpr int kRegisterRows = 2;
+constexpr int kRegisterRows = 2, kRegisterQueries = 2;
 
 static inline f32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 static inline void store(float* p, f32 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
@@ -190,9 +194,10 @@ static inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
     __m256i ones = _mm256_set1_epi16(1);
     return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones)));
 }
-static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+template <int kLine>
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* row) {
     int32_t four;
-    std::memcpy(&four, a, 4);
+    std::memcpy(&four, row + 4 * kLine, 4);
     __m256i all = _mm256_set1_epi32(four);
     return {dot4_half(acc.lo, weights.lo, all), dot4_half(acc.hi, weights.hi, all)};
 }
@@ -204,11 +209,117 @@ static inline void transpose4(const char* const* rows, size_t offset, i32* out) 
 }
 static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
-#else  // plain C++: the reference, and what a compiler vectorises for other machines (NEON among them)
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+struct f32 { float32x4_t v[4]; };
+struct i32 { int32x4_t v[4]; };
+constexpr int kRegisterRows = 4, kRegisterQueries = 1;
+
+#define QUARTERS for (int i = 0; i < 4; i++)
+static inline f32 load(const float* p) { f32 r; QUARTERS r.v[i] = vld1q_f32(p + 4 * i); return r; }
+static inline void store(float* p, f32 a) { QUARTERS vst1q_f32(p + 4 * i, a.v[i]); }
+static inline f32 splat(float a) { f32 r; QUARTERS r.v[i] = vdupq_n_f32(a); return r; }
+static inline f32 add(f32 a, f32 b) { QUARTERS a.v[i] = vaddq_f32(a.v[i], b.v[i]); return a; }
+static inline f32 sub(f32 a, f32 b) { QUARTERS a.v[i] = vsubq_f32(a.v[i], b.v[i]); return a; }
+static inline f32 mul(f32 a, f32 b) { QUARTERS a.v[i] = vmulq_f32(a.v[i], b.v[i]); return a; }
+static inline f32 div(f32 a, f32 b) { QUARTERS a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
+static inline f32 fma(f32 a, f32 b, f32 c) { QUARTERS c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
+static inline float32x4_t max_quarter(float32x4_t a, float32x4_t b) {  // of NaN what others say, unlike vmaxq_f32
+    return vbslq_f32(vcgtq_f32(a, b), a, b);
+}
+static inline f32 max(f32 a, f32 b) { QUARTERS a.v[i] = max_quarter(a.v[i], b.v[i]); return a; }
+static inline f32 abs(f32 a) { QUARTERS a.v[i] = vabsq_f32(a.v[i]); return a; }
+static inline f32 round(f32 a) { QUARTERS a.v[i] = vrndnq_f32(a.v[i]); return a; }
+static inline f32 select_less(f32 a, f32 b, f32 x, f32 y) {
+    QUARTERS y.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), x.v[i], y.v[i]);
+    return y;
+}
+static inline f32 to_float(i32 a) { f32 r; QUARTERS r.v[i] = vcvtq_f32_s32(a.v[i]); return r; }
+static inline i32 to_int(f32 a) { i32 r; QUARTERS r.v[i] = vcvtnq_s32_f32(a.v[i]); return r; }
+static inline i32 load_i(const void* p) { i32 r; QUARTERS r.v[i] = vld1q_s32((const int32_t*)p + 4 * i); return r; }
+static inline void store_i(void* p, i32 a) { QUARTERS vst1q_s32((int32_t*)p + 4 * i, a.v[i]); }
+static inline i32 splat_i(int32_t a) { i32 r; QUARTERS r.v[i] = vdupq_n_s32(a); return r; }
+static inline i32 and_i(i32 a, i32 b) { QUARTERS a.v[i] = vandq_s32(a.v[i], b.v[i]); return a; }
+static inline i32 or_i(i32 a, i32 b) { QUARTERS a.v[i] = vorrq_s32(a.v[i], b.v[i]); return a; }
+template <int N>
+static inline i32 shift_left(i32 a) { QUARTERS a.v[i] = vshlq_n_s32(a.v[i], N); return a; }
+template <int N>
+static inline i32 shift_right(i32 a) {
+    QUARTERS a.v[i] = vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(a.v[i]), N));
+    return a;
+}
+static inline f32 bits_to_float(i32 a) { f32 r; QUARTERS r.v[i] = vreinterpretq_f32_s32(a.v[i]); return r; }
+static inline f32 pow2(f32 n) {
+    i32 e = to_int(n);
+    QUARTERS e.v[i] = vaddq_s32(e.v[i], vdupq_n_s32(127));
+    return bits_to_float(shift_left<23>(e));
+}
+static inline void store_half_i8(int8_t* p, i32 a) {
+    const int16x8_t low = vcombine_s16(vmovn_s32(a.v[0]), vmovn_s32(a.v[1]));
+    const int16x8_t high = vcombine_s16(vmovn_s32(a.v[2]), vmovn_s32(a.v[3]));
+    vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
+}
+static inline int32_t sum_i(i32 a) {
+    return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
+static inline void store_i8(int8_t* p, i32 a, i32 b, int32_t& sum_a, int32_t& sum_b) {
+    store_half_i8(p, a), store_half_i8(p + 16, b);
+    sum_a = sum_i(a), sum_b = sum_i(b);
+}
+static inline f32 load_f16(const void* p) {
+    f32 r;
+    QUARTERS r.v[i] = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p + 4 * i)));
+    return r;
+}
+static inline f32 load_bf16(const void* p) {
+    i32 r;
+    QUARTERS r.v[i] = vreinterpretq_s32_u32(vshll_n_u16(vld1_u16((const uint16_t*)p + 4 * i), 16));
+    return bits_to_float(r);
+}
+static inline f32 load_u8(const void* p) {
+    const uint8x16_t a = vld1q_u8((const uint8_t*)p);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(a)), high = vmovl_high_u8(a);
+    return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))), vcvtq_f32_u32(vmovl_high_u16(low)),
+             vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))), vcvtq_f32_u32(vmovl_high_u16(high))}};
+}
+static inline f32 load_s8(const void* p) {
+    const int8x16_t a = vld1q_s8((const int8_t*)p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(a)), high = vmovl_high_s8(a);
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+}
+constexpr bool kSignedWeights = true;  // as both sides of vdotq_s32 are
+static inline i32 as_weights(i32 a) {
+    QUARTERS a.v[i] = veorq_s32(a.v[i], vdupq_n_s32((int32_t)0x80808080));
+    return a;
+}
+template <int kLine>
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* row) {
+    const int8x16_t a = vld1q_s8(row + kLine / 4 * 16);
+    QUARTERS acc.v[i] = vdotq_laneq_s32(acc.v[i], vreinterpretq_s8_s32(weights.v[i]), a, kLine % 4);
+    return acc;
+}
+static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
+    for (int i = 0; i < 4; i++) {
+        int32x4_t r[4];
+        for (int j = 0; j < 4; j++) r[j] = vreinterpretq_s32_s8(vld1q_s8((const int8_t*)rows[4 * i + j] + offset));
+        auto pairs = [](int32x4_t x) { return vreinterpretq_s64_s32(x); };
+        const int64x2_t a = pairs(vtrn1q_s32(r[0], r[1])), b = pairs(vtrn2q_s32(r[0], r[1]));
+        const int64x2_t c = pairs(vtrn1q_s32(r[2], r[3])), d = pairs(vtrn2q_s32(r[2], r[3]));
+        out[0].v[i] = vreinterpretq_s32_s64(vtrn1q_s64(a, c));
+        out[1].v[i] = vreinterpretq_s32_s64(vtrn1q_s64(b, d));
+        out[2].v[i] = vreinterpretq_s32_s64(vtrn2q_s64(a, c));
+        out[3].v[i] = vreinterpretq_s32_s64(vtrn2q_s64(b, d));
+    }
+}
+static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+#undef QUARTERS
+
+#else  // plain C++: the reference, and what serves other machines
 
 struct f32 { float v[16]; };
 struct i32 { int32_t v[16]; };
-constexpr int kRegisterRows = 1;
+constexpr int kRegisterRows = 1, kRegisterQueries = 1;
 
 #define LANES for (int i = 0; i < 16; i++)
 static inline f32 load(const float* p) { f32 r; std::memcpy(r.v, p, 64); return r; }
@@ -269,7 +380,9 @@ static inline f32 load_bf16(const void* p) {
 }
 static inline f32 load_u8(const void* p) { f32 r; LANES r.v[i] = ((const uint8_t*)p)[i]; return r; }
 static inline f32 load_s8(const void* p) { f32 r; LANES r.v[i] = ((const int8_t*)p)[i]; return r; }
-static inline i32 dot4(i32 acc, i32 weights, const int8_t* a) {
+template <int kLine>
+static inline i32 dot4(i32 acc, i32 weights, const int8_t* row) {
+    const int8_t* a = row + 4 * kLine;
     uint8_t w[64];
     std::memcpy(w, weights.v, 64);
     LANES acc.v[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
@@ -281,6 +394,12 @@ static inline void transpose4(const char* const* rows, size_t offset, i32* out) 
 static inline void prefetch(const void*) {}
 #undef LANES
 
+#endif
+
+// Weights of 8 bits, which are stored with 128 added, as dot4 takes them.
+#if !defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kSignedWeights = false;
+static inline i32 as_weights(i32 a) { return a; }
 #endif
 
 // Sum and maximum of the lanes, by halves: the same tree for every instruction set.
@@ -304,6 +423,17 @@ static inline float largest(f32 a) {
     q = _mm_max_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+template <class Combine>
+static inline float reduce(f32 a, Combine combine) {
+    const float32x4_t quarter = combine(combine(a.v[0], a.v[2]), combine(a.v[1], a.v[3]));
+    const float32x4_t half = combine(quarter, vextq_f32(quarter, quarter, 2));
+    return vgetq_lane_f32(combine(half, vextq_f32(half, half, 1)), 0);
+}
+static inline float sum(f32 a) {
+    return reduce(a, [](float32x4_t x, float32x4_t y) { return vaddq_f32(x, y); });
+}
+static inline float largest(f32 a) { return reduce(a, max_quarter); }
 #else
 static inline float sum(f32 a) {
     for (int width = 8; width > 0; width /= 2)
