@@ -187,10 +187,8 @@ void attend() {
                 std::vector<float> late_maxima = maxima, late_sums = sums;
                 k.attend(item, 0, 2, maxima.data(), sums.data(), scratch.data());
                 k.attend(item, 2, 3, late_maxima.data(), late_sums.data(), scratch.data());
-                for (int q = 0; q < queries; q++) {
-                    k.merge(maxima[q], &sums[q * row], late_maxima[q], &late_sums[q * row], head_dim);
-                    k.finish(&sums[q * row], head_dim, out + (size_t)q * head_dim);
-                }
+                k.merge(queries, maxima.data(), sums.data(), late_maxima.data(), late_sums.data(), head_dim);
+                for (int q = 0; q < queries; q++) k.finish(&sums[q * row], head_dim, out + (size_t)q * head_dim);
             };
             std::vector<float> expected(count * head_dim), found(count * head_dim);
             for (int window : {context, 99}) {
