@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.cpu import library
+from kernels.cpu.kv import KVTensors
 
 FP8 = torch.float8_e4m3fn
 INT8 = torch.int8
@@ -133,6 +134,13 @@ class KVPool:
             if data is not None:
                 raw = data.view(torch.uint8) if data.dtype == FP8 else data
                 raw.index_copy_(1, to, raw.index_select(1, slots))
+
+    def tensors(self) -> KVTensors:
+        """What native kernels read and write; of fp8 the scales that it has now. Not of a latent layout."""
+        key_scales, value_scales = self.key_slot_scales, self.value_slot_scales
+        if self.layout.dtype == FP8:
+            key_scales, value_scales = torch.tensor(self.key_scale), torch.tensor(self.value_scale)
+        return KVTensors(key=self.key, value=self.value, key_scales=key_scales, value_scales=value_scales)
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

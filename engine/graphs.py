@@ -15,7 +15,8 @@ from backends.base import AttentionBackend
 from backends.forward import ForwardBatch
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
-from kernels.cpu.step_plan import KV_DTYPES, StepBatch, StepPlan
+from kernels.cpu.kv import KV_DTYPES
+from kernels.cpu.step_plan import StepBatch, StepPlan
 from models.base import CausalLM
 from models.step_plan import step_plan
 
@@ -53,8 +54,7 @@ class NativeGraph:
                 slot_table=batch.slot_table,
                 table_rows=batch.table_rows,
                 logits_rows=batch.logits_rows,
-                key=self._pool.key,
-                value=self._pool.value,
+                kv=self._pool.tensors(),
                 causal=batch.causal,
                 capture_layers=batch.capture_layers,
             )

@@ -15,6 +15,7 @@ import torch
 from backends.forward import forward_context, get_forward_context
 from backends.kv_pool import KVPool
 from kernels.cpu.context_plan import ContextPlan
+from kernels.cpu.kv import KV_DTYPES
 from kernels.cpu.linear import is_packed
 from kernels.linear import select_rows
 from models.config import ModelConfig
@@ -92,8 +93,8 @@ class DFlashDrafter(Decoder):
         features: [T, len(target_layer_ids) * hidden_size], the outputs of those layers of the target, one beside
             the other. positions, slots: [T] int64. `pool` is this drafter's.
         """
-        if self._context_plan is not None and pool.layout.dtype in (torch.float32, torch.bfloat16):
-            self._context_plan.run(features, positions, slots, pool.key, pool.value)
+        if self._context_plan is not None and pool.layout.dtype in KV_DTYPES:
+            self._context_plan.run(features, positions, slots, pool.tensors())
             return
         (rope,) = self.ropes
         hidden = self.hidden_norm(self.fc(features))

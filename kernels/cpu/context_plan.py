@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from kernels.cpu.kv import KVTensors, NativeKV, native_kv
 from kernels.cpu.library import NativeWeight, check, library
 from kernels.cpu.linear import native
 from kernels.packed import PackedWeight
@@ -35,13 +36,10 @@ class _Rows(ctypes.Structure):
 
     _fields_ = (
         ("rows", ctypes.c_int32),
-        ("kv_is_bf16", ctypes.c_int32),
-        ("num_slots", ctypes.c_int64),
         ("features", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("slots", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
+        ("kv", NativeKV),
     )
 
 
@@ -87,24 +85,13 @@ class ContextPlan:
         )
 
     def run(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        self, features: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KVTensors
     ) -> None:
         """Write the keys and values of T tokens.
 
-        features: [T, features] float32. positions, slots: [T] int64. key, value: [layers, slots, kv_heads,
-        head_dim], both float32 or both bfloat16. Raises NativeError for positions or slots out of range.
+        features: [T, features] float32. positions, slots: [T] int64. Raises NativeError for positions or slots out
+        of range.
         """
-        layers, kv_heads, head_dim = self._shape
-        expected = (layers, key.shape[1], kv_heads, head_dim)
-        if key.shape != expected or value.shape != expected or value.dtype != key.dtype:
-            raise ValueError(f"the KV pool is {tuple(key.shape)}, the drafter needs {expected}")
-        if key.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"no native context pass into a {key.dtype} KV pool")
         rows = features.shape[0]
         if features.shape[1] != self._features or features.dtype != torch.float32:
             raise ValueError(
@@ -115,12 +102,9 @@ class ContextPlan:
         features, positions, slots = features.contiguous(), positions.contiguous(), slots.contiguous()
         described = _Rows(
             rows=rows,
-            kv_is_bf16=key.dtype == torch.bfloat16,
-            num_slots=key.shape[1],
             features=features.data_ptr(),
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
-            key=key.data_ptr(),
-            value=value.data_ptr(),
+            kv=native_kv(kv, *self._shape),
         )
         check(library().tandem_context(ctypes.addressof(self._model), ctypes.addressof(described)))

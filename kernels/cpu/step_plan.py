@@ -15,11 +15,10 @@ from typing import Literal
 
 import torch
 
+from kernels.cpu.kv import KVTensors, NativeKV, native_kv
 from kernels.cpu.library import NativeWeight, check, library
 from kernels.cpu.linear import native
 from kernels.packed import PackedWeight
-
-KV_DTYPES = (torch.float32, torch.bfloat16)  # of the KV pools that a plan can run over
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _MOST_HEADS_A_GROUP = 32  # kQueryBlock of src/kernels.h
@@ -82,7 +81,6 @@ class StepBatch:
     """The flat batch of one pass; see ForwardBatch for the meaning of each field. Tensors are contiguous.
 
     input_ids, positions, out_slots: [T] int64. logits_rows: [L] int64. slot_table: [rows, width] int32.
-    key, value: [layers, slots, kv_heads, head_dim], float32 or bfloat16.
     """
 
     input_ids: torch.Tensor
@@ -93,8 +91,7 @@ class StepBatch:
     slot_table: torch.Tensor
     table_rows: Sequence[int]
     logits_rows: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    kv: KVTensors
     causal: bool = True
     capture_layers: Sequence[int] = ()
 
@@ -154,8 +151,6 @@ class _Batch(ctypes.Structure):
         ("outputs", ctypes.c_int32),
         ("num_captures", ctypes.c_int32),
         ("causal", ctypes.c_int32),
-        ("kv_is_bf16", ctypes.c_int32),
-        ("num_slots", ctypes.c_int64),
         ("table_stride", ctypes.c_int64),
         ("ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
@@ -166,8 +161,7 @@ class _Batch(ctypes.Structure):
         ("table_rows", ctypes.c_void_p),
         ("slot_table", ctypes.c_void_p),
         ("capture_layers", ctypes.c_void_p),
-        ("key", ctypes.c_void_p),
-        ("value", ctypes.c_void_p),
+        ("kv", NativeKV),
         ("logits", ctypes.c_void_p),
         ("argmax", ctypes.c_void_p),
         ("captures", ctypes.c_void_p),
@@ -250,8 +244,6 @@ class StepPlan:
             outputs=batch.logits_rows.shape[0],
             num_captures=len(wanted),
             causal=batch.causal,
-            kv_is_bf16=self._kv_is_bf16(batch),
-            num_slots=batch.key.shape[1],
             table_stride=batch.slot_table.shape[1],
             ids=batch.input_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
@@ -262,21 +254,12 @@ class StepPlan:
             table_rows=ctypes.addressof(table_rows),
             slot_table=batch.slot_table.data_ptr(),
             capture_layers=ctypes.addressof(capture_layers),
-            key=batch.key.data_ptr(),
-            value=batch.value.data_ptr(),
+            kv=native_kv(batch.kv, self._num_layers, self.spec.kv_heads, self.spec.head_dim),
             captures=captures.data_ptr(),
             **result,
         )
         check(library().tandem_step(ctypes.addressof(self._model), ctypes.addressof(described)))
         return dict(zip(wanted, captures, strict=True))
-
-    def _kv_is_bf16(self, batch: StepBatch) -> bool:
-        expected = (self._num_layers, batch.key.shape[1], self.spec.kv_heads, self.spec.head_dim)
-        if batch.key.shape != expected or batch.value.shape != expected:
-            raise ValueError(f"the KV pool is {tuple(batch.key.shape)}, the model needs {expected}")
-        if batch.key.dtype not in KV_DTYPES or batch.value.dtype != batch.key.dtype:
-            raise ValueError(f"no native attention over a {batch.key.dtype} KV pool")
-        return batch.key.dtype == torch.bfloat16
 
     def _layer(self, layer: LayerWeights) -> _Layer:
         matrices = {

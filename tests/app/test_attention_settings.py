@@ -18,12 +18,15 @@ from app.cli import parse
 from app.lifecycle import Lifecycle
 from app.settings import SettingsError
 from backends.forward import ForwardMode
+from backends.kv_pool import DTYPES
 from backends.setup import build_attention_backends
 from backends.two_batch import TwoBatchBackend
 from containers.application import ApplicationContainer
+from engine.graphs import NativeGraph
 from kernels.triton.attention import INTERPRETED
 from tests.backends.fakes import NamedBackend, registry
 from tests.models.dflash_reference import make_drafter
+from tests.native import needs_native
 from tests.tiny_model import save_tiny_model
 
 DEADLINE = 120  # seconds, for what takes one
@@ -37,10 +40,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def served(
-    model: Path, *flags: str, noting: bool = False
+    model: Path, *flags: str, noting: bool = False, dtype: str = "float32"
 ) -> Iterator[tuple[TestClient, ApplicationContainer]]:
     """A client of the app that these flags make, once it is ready. `noting`: its backends note their passes."""
-    argv = ["serve", "--model", str(model), "--device", "cpu", "--dtype", "float32", "--threads", "1"]
+    argv = ["serve", "--model", str(model), "--device", "cpu", "--dtype", dtype, "--threads", "1"]
     settings = parse([*argv, "--max-total-tokens", "2048", *flags], {})[1].arguments["settings"]
     container = build(settings)
     if noting:
@@ -149,23 +152,46 @@ def test_a_narrow_cache_serves_and_speculation_changes_nothing(model: Path, aske
         assert sampled == sampled_speculated
 
 
+def make_dflash(folder: Path) -> Path:
+    """Write a DFlash drafter of the tiny model into `folder`, which is returned."""
+    make_drafter(
+        folder,
+        vocab_size=257,
+        block_size=4,
+        hidden_size=32,
+        num_target_layers=1,
+        dflash_config={"target_layer_ids": [0]},
+    )
+    return folder
+
+
+@needs_native
+@pytest.mark.parametrize("asked", ["int8", "fp8"])
+def test_target_and_drafter_run_native_plans_over_a_quantised_cache(
+    model: Path, tmp_path: Path, asked: str
+) -> None:
+    flags = (
+        "--speculative-algorithm",
+        "dflash",
+        "--speculative-draft-model-path",
+        str(make_dflash(tmp_path)),
+    )
+    with served(model, *flags, "--kv-cache-dtype", asked, dtype="auto") as (client, container):
+        for worker in (container.target, container.draft):
+            assert isinstance(worker.graphs(), NativeGraph)
+            assert worker.runner().kv_pool.layout.dtype == DTYPES[asked]
+        for temperature in (0.0, 1.0):
+            plain = complete(client, temperature=temperature, speculation={"algorithm": "none"})
+            assert complete(client, temperature=temperature) == plain
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="the kernels are compiled for the GPU in this process")
 @pytest.mark.parametrize("algorithm", ["dflash", "standalone"])
 def test_target_and_drafter_have_backends_and_caches_of_their_own(
     model: Path, tmp_path: Path, algorithm: str
 ) -> None:
     """MLA apart, what crashed in the seed: the drafter on another backend, and a prompt whose beginning is cached."""
-    drafter = model
-    if algorithm == "dflash":
-        make_drafter(
-            tmp_path,
-            vocab_size=257,
-            block_size=4,
-            hidden_size=32,
-            num_target_layers=1,
-            dflash_config={"target_layer_ids": [0]},
-        )
-        drafter = tmp_path
+    drafter = make_dflash(tmp_path) if algorithm == "dflash" else model
     flags = [
         *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(drafter)),
         *("--speculative-num-draft-tokens", "4", "--speculative-draft-attention-backend", "triton"),

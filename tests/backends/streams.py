@@ -32,7 +32,7 @@ def stored(entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[…, dim] as a pool of `dtype` rounds it, float64. int8 is by the largest number of each […]."""
     if dtype != torch.int8:
         return entries.to(dtype).double()
-    scale = entries.float().abs().amax(-1, keepdim=True) / 127
+    scale = entries.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
     return (entries.float() / scale).round().double() * scale.double()
 
 

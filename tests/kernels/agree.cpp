@@ -154,21 +154,34 @@ void write_kv() {
         const uint32_t bits = (uint32_t)i << 16 | (i % 3 == 0 ? 0x8000 : generator() & 0xffff);
         std::memcpy(&x[i], &bits, 4);
     }
-    for (bool is_bf16 : {false, true})
-        compare("write_kv", is_bf16, n, [&](const Kernels& k, float* out) { k.write_kv(x.data(), out, n, is_bf16); });
+    for (KvDtype dtype : {kKvFloat32, kKvBfloat16, kKvFp8})
+        compare("write_kv", dtype, n, [&](const Kernels& k, float* out) {
+            float scale = 1.5f;
+            k.write_kv(x.data(), n, dtype, out, &scale);
+        });
+    for (float size : {0.0f, 1e-30f, 1.0f, 1e30f}) {
+        const std::vector<float> finite = numbers(64, size);
+        compare("write_kv int8", size > 0, 64 / 4 + 1, [&](const Kernels& k, float* out) {
+            k.write_kv(finite.data(), 64, kKvInt8, out, out + 64 / 4);
+        });
+    }
 }
 
 void attend() {
     constexpr int context = 300, slots = 320, count = 13, kv_heads = 2;
     for (int head_dim : {16, 48, 128}) {
-        for (bool is_bf16 : {false, true}) {
-            const size_t slot_bytes = (size_t)kv_heads * head_dim * (is_bf16 ? 2 : 4), row = attention_row(head_dim);
+        for (KvDtype dtype : {kKvFloat32, kKvBfloat16, kKvFp8, kKvInt8}) {
+            const size_t head_bytes = head_dim * kv_bytes(dtype), slot_bytes = kv_heads * head_bytes;
+            const size_t row = attention_row(head_dim);
             const int pool = slots * kv_heads * head_dim;
             const std::vector<float> keys = numbers(pool, 0.3f), values = numbers(pool);
             const std::vector<float> query = numbers((size_t)count * head_dim);
             std::vector<char> key(slots * slot_bytes), value(slots * slot_bytes);
-            plain.write_kv(keys.data(), key.data(), pool, is_bf16);
-            plain.write_kv(values.data(), value.data(), pool, is_bf16);
+            std::vector<float> key_scales(slots * kv_heads, 0.01f), value_scales(slots * kv_heads, 0.02f);
+            for (int i = 0; i < slots * kv_heads; i++) {
+                plain.write_kv(&keys[i * head_dim], head_dim, dtype, &key[i * head_bytes], &key_scales[i]);
+                plain.write_kv(&values[i * head_dim], head_dim, dtype, &value[i * head_bytes], &value_scales[i]);
+            }
             std::vector<int32_t> table(slots);
             for (int i = 0; i < slots; i++) table[i] = i * 7 % slots;  // each slot once, in no order
             std::vector<float> scratch(attention_scratch(head_dim));
@@ -180,9 +193,10 @@ void attend() {
                     item.last[q] = context - count + first + q + 1;
                     item.first[q] = item.last[q] > window ? item.last[q] - window : 0;
                 }
-                item.count = queries, item.head_dim = head_dim, item.scale = 0.2f, item.is_bf16 = is_bf16;
+                item.count = queries, item.head_dim = head_dim, item.scale = 0.2f, item.dtype = dtype;
                 item.slots = table.data(), item.context = context, item.slot_stride = slot_bytes;
-                item.key = key.data() + slot_bytes / kv_heads, item.value = value.data() + slot_bytes / kv_heads;
+                item.key = key.data() + head_bytes, item.value = value.data() + head_bytes;
+                item.key_scale = &key_scales[1], item.value_scale = &value_scales[1], item.scale_stride = kv_heads;
                 std::vector<float> maxima(kQueryBlock, -INFINITY), sums(kQueryBlock * row, 0.0f);
                 std::vector<float> late_maxima = maxima, late_sums = sums;
                 k.attend(item, 0, 2, maxima.data(), sums.data(), scratch.data());

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -25,10 +28,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from backends.kv_pool import FP8, INT8, KVLayout, KVPool
 from kernels.cpu import library
+from kernels.cpu.kv import KV_DTYPES, KVTensors
 from kernels.cpu.linear import pack, slice_rows
 from kernels.cpu.step_plan import LayerWeights, StepBatch, StepPlan, StepSpec, unsupported
 from kernels.packed import PackedWeight, pack_float
+from tests.backends.streams import CPU, stored
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=str(library.reason()))
 
@@ -177,14 +183,12 @@ class Pool:
     plan: StepPlan
     dtype: torch.dtype = torch.float32
     seed: int = 0
-    key: torch.Tensor = field(init=False)
-    value: torch.Tensor = field(init=False)
+    kv: KVPool = field(init=False)
     table: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.plan.spec
-        self.key = torch.zeros(2, SLOTS, spec.kv_heads, spec.head_dim, dtype=self.dtype)
-        self.value = torch.zeros_like(self.key)
+        self.kv = KVPool(KVLayout(2, spec.kv_heads, spec.head_dim, spec.head_dim, self.dtype), SLOTS, CPU)
         slots = torch.arange(SLOTS)
         if self.seed:
             slots = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(self.seed))
@@ -204,8 +208,7 @@ class Pool:
             "slot_table": self.table,
             "table_rows": [row for row, _, _ in parts],
             "logits_rows": torch.arange(len(ids)),
-            "key": self.key,
-            "value": self.value,
+            "kv": self.kv.tensors(),
         }
         return StepBatch(**{**batch, **changes})  # type: ignore[arg-type]
 
@@ -225,6 +228,29 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(f"no {request.param} here")
     yield request.param
     library.set_isa(before)
+
+
+@contextmanager
+def running_on(isa: str, threads: int) -> Iterator[None]:
+    before = library.isa(), library.threads()
+    assert library.set_isa(isa)
+    library.set_threads(threads)
+    yield
+    library.set_isa(before[0])
+    library.set_threads(before[1])
+
+
+def isas_here() -> list[str]:
+    """Instruction sets that this processor has."""
+    if not library.available():
+        return []
+    used = library.isa()
+    found = [name for name in library.ISAS if library.set_isa(name)]
+    library.set_isa(used)
+    return found
+
+
+ISAS = st.sampled_from(isas_here() or ["none"])
 
 
 @functools.cache
@@ -286,24 +312,119 @@ def test_the_head_may_have_another_vocabulary_than_the_embedding() -> None:
     assert torch.equal(Pool(plan_of(model)).logits((0, ids, 20)), full[:, :48])
 
 
+AMX_ERROR = 0.01  # of logits: over narrow pools, queries and the weights of values are rounded to bfloat16
+
+
+class RoundedCache(DynamicCache):
+    """Of transformers, with keys and values as a pool of `dtype` gives them back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *where: Any, **more: Any) -> Any:
+        rounded = (stored(entries, self.dtype).float() for entries in (key, value))
+        return super().update(*rounded, *where, **more)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8], ids=str)
 @pytest.mark.parametrize(("head_dim", "window"), ((16, None), (48, 21), (64, 150), (80, None), (128, 21)))
-def test_a_bfloat16_pool_costs_only_its_rounding(isa: str, head_dim: int, window: int | None) -> None:
-    sizes = {**SIZES, "head_dim": head_dim}
-    model, ids = (
-        randomised(lambda: MistralForCausalLM(MistralConfig(**sizes, sliding_window=window))),
-        tokens(300),
+def test_a_narrow_pool_costs_only_its_rounding(
+    isa: str, head_dim: int, window: int | None, dtype: torch.dtype
+) -> None:
+    config = MistralConfig(**{**SIZES, "head_dim": head_dim}, sliding_window=window)
+    model, ids = randomised(lambda: MistralForCausalLM(config)), tokens(300)
+    with torch.inference_mode():
+        expected = model(ids[None], past_key_values=RoundedCache(dtype)).logits[0]
+        unrounded = model(ids[None]).logits[0]
+    pool = Pool(plan_of(model), dtype)
+    found = torch.cat([pool.logits((0, ids[:-1], 299)), pool.logits((0, ids, 1))])
+    error, cost = (found - expected).norm(), (unrounded - expected).norm()
+    assert error < (AMX_ERROR if isa == "amx" else 5e-4) * expected.norm()
+    assert error < cost
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("exponent", (-124, -10, 0, 100))
+def test_a_pool_holds_what_the_torch_path_writes(isa: str, dtype: torch.dtype, exponent: int) -> None:
+    """Byte for byte, scales included; of the first layer, whose keys and values depend on no pool."""
+    model, ids = randomised(qwen3), tokens(70)
+    attention = model.model.layers[0].self_attn
+    attention.k_norm.weight.data *= 2.0**exponent
+    attention.v_proj.weight.data *= 2.0**exponent
+    attention.v_proj.weight.data[:48] = 0  # one head's
+    exact, written, expected = (Pool(plan_of(model), kind) for kind in (torch.float32, dtype, dtype))
+    for pool in (
+        written,
+        expected,
+    ):  # those that fp8 divides by; some numbers are too large then, others too small
+        pool.kv.key_scale[0], pool.kv.value_scale[0] = (
+            2.0 ** max(exponent - 8, -126),
+            2.0 ** max(exponent - 2, -126),
+        )
+    for pool in (exact, written):
+        pool.logits((0, ids, 70))
+    slots = exact.table[0, :70].long()
+    expected.kv.write(0, slots, *(data[0, slots] for data in (exact.kv.key, exact.kv.value)))
+    for name in ("key", "value", "key_slot_scales", "value_slot_scales"):
+        a, b = (getattr(pool.kv, name) for pool in (written, expected))
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert torch.equal(a[0].view(torch.uint8), b[0].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8], ids=str)
+def test_ties_and_what_is_too_large_are_written_as_the_torch_path_does(isa: str, dtype: torch.dtype) -> None:
+    """Values are biases here, so they are any numbers: first of each head 127, by which int8 has a scale of 1."""
+    model = randomised(llama)
+    finite = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    halves = torch.arange(127) + 0.5
+    large = torch.tensor([447.0, 448.0, 464.0, 1e9, 2.0**127, 3e38, torch.inf])
+    numbers = torch.cat(
+        [(finite[1:] + finite[:-1]) / 2, halves, torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8])]
     )
-    plan = plan_of(model)
-    exact, rounded = Pool(plan), Pool(plan, torch.bfloat16)
-    expected, found = exact.logits((0, ids, 300)), rounded.logits((0, ids, 300))
-    assert (found - expected).norm() < 0.02 * expected.norm()
-    slots = exact.table[0, :300].long()
-    first = rounded.key[0, slots], exact.key[0, slots].bfloat16()  # of the first layer
-    assert torch.equal(*first)
+    values = torch.cat([numbers, -numbers, large, -large, torch.tensor([0.0, -0.0, 2.0**-120])])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 31)).view(-1, 31)
+    values = torch.cat([torch.full((len(values), 1), 127.0), values], dim=1)
+    attention = model.model.layers[0].self_attn
+    attention.v_proj.weight.data *= 0
+    for pair in values.split(2):
+        attention.v_proj.bias.data[: pair.numel()] = pair.flatten()
+        written, expected = Pool(plan_of(model), dtype), Pool(plan_of(model), dtype)
+        written.logits((0, tokens(1), 1))
+        slot, stored_values = written.table[0, :1].long(), attention.v_proj.bias.detach().view(1, 2, 32)
+        expected.kv.write(0, slot, torch.zeros(1, 2, 32), stored_values)
+        assert torch.equal(written.kv.value[0, slot].float(), expected.kv.value[0, slot].float())
+        if dtype == INT8:
+            assert torch.equal(written.kv.value_slot_scales[0], expected.kv.value_slot_scales[0])
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+def test_attention_reads_what_the_torch_path_reads(isa: str, dtype: torch.dtype) -> None:
+    """Every number of the format, by scales of all sizes. The last token reads another slot than it writes to."""
+    pool, ids = Pool(plan_of(randomised(qwen3)), dtype), tokens(300)
+    random = torch.Generator().manual_seed(0)
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes != 128] if dtype == INT8 else codes[codes.view(FP8).float().isfinite()]
+    for data in (pool.kv.key, pool.kv.value):
+        drawn = torch.randint(len(codes), data.shape, generator=random)
+        data.view(torch.uint8).copy_(codes[drawn])
+    for scales in (pool.kv.key_slot_scales, pool.kv.value_slot_scales):
+        if scales is not None:
+            scales.copy_(0.02 * torch.rand(scales.shape, generator=random) ** 4)
+    pool.kv.key_scale, pool.kv.value_scale = [2.0**-8, 2.0**-7], [2.0**-6, 2.0**-9]
+    wide, slots = Pool(pool.plan), torch.arange(SLOTS)
+    for layer in range(2):
+        wide.kv.write(layer, slots, *pool.kv.gather(layer, slots))
+    elsewhere = torch.tensor([int(pool.table[2, 0])])
+    found, expected = (
+        some.plan.run(some.batch([(0, ids, 1)], out_slots=elsewhere))[0] for some in (pool, wide)
+    )
+    assert (found - expected).norm() < (AMX_ERROR if isa == "amx" else 1e-4) * expected.norm()
 
 
 MODELS = st.sampled_from([llama, mistral, qwen3])
-KV = st.sampled_from([torch.float32, torch.bfloat16])
+KV = st.sampled_from([*KV_DTYPES])
 
 
 def chunks(total: int) -> st.SearchStrategy[list[int]]:
@@ -312,56 +433,66 @@ def chunks(total: int) -> st.SearchStrategy[list[int]]:
     return cuts.map(lambda c: [b - a for a, b in zip([0, *sorted(c)], [*sorted(c), total], strict=True)])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     make=MODELS,
     cut=chunks(330),
     threads=st.integers(1, 4),
     seed=st.integers(0, 5),
     dtype=KV,
+    isa=ISAS,
 )
 def test_chunks_threads_and_pages_change_no_bit(
-    make: Callable[[], PreTrainedModel], cut: list[int], threads: int, seed: int, dtype: torch.dtype
+    make: Callable[[], PreTrainedModel],
+    cut: list[int],
+    threads: int,
+    seed: int,
+    dtype: torch.dtype,
+    isa: str,
 ) -> None:
-    ids, plan = tokens(330), quantised_plan(make)
-    expected = Pool(plan, dtype).logits((0, ids, 330))
-    before, pool, done, parts = library.threads(), Pool(plan, dtype, seed), 0, []
-    library.set_threads(threads)
-    try:
+    ids, plan, done, parts = tokens(330), quantised_plan(make), 0, []
+    whole, pool = Pool(plan, dtype), Pool(plan, dtype, seed)
+    with running_on(isa, 1):
+        expected = whole.logits((0, ids, 330))
+    with running_on(isa, threads):
         for count in cut:
             done += count
             parts.append(pool.logits((2, ids[:done], count)))
-    finally:
-        library.set_threads(before)
     assert torch.equal(torch.cat(parts), expected)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(
     make=MODELS,
-    dtype=KV,
     queries=st.lists(st.integers(1, 20), min_size=3, max_size=3),
     lengths=st.lists(st.integers(20, 400), min_size=3, max_size=3),
     order=st.permutations([0, 1, 2]),
+    threads=st.integers(1, 4),
+    dtype=KV,
+    isa=ISAS,
 )
 def test_sequences_beside_one_another_change_no_bit(
     make: Callable[[], PreTrainedModel],
-    dtype: torch.dtype,
     queries: list[int],
     lengths: list[int],
     order: list[int],
+    threads: int,
+    dtype: torch.dtype,
+    isa: str,
 ) -> None:
-    ids, plan = [tokens(length, seed) for seed, length in enumerate(lengths)], quantised_plan(make)
-    alone = Pool(plan, dtype)
+    ids = [tokens(length, seed) for seed, length in enumerate(lengths)]
+    pool = Pool(quantised_plan(make), dtype)
+    with running_on(isa, 1):
+        for row, length in enumerate(lengths):
+            context = length - queries[row]
+            if context > 0:
+                pool.logits((row, ids[row][:context], context))
+        expected = torch.cat([pool.logits((row, ids[row], queries[row])) for row in order])
     for row, length in enumerate(lengths):
-        context = length - queries[row]
-        if context > 0:
-            alone.logits((row, ids[row][:context], context))
-    together = Pool(plan, dtype)
-    together.key.copy_(alone.key)
-    together.value.copy_(alone.value)
-    expected = torch.cat([alone.logits((row, ids[row], queries[row])) for row in order])
-    assert torch.equal(together.logits(*[(row, ids[row], queries[row]) for row in order]), expected)
+        new = pool.table[row, length - queries[row] : length].long()
+        pool.kv.copy(pool.table[row, length : length + queries[row]].long(), new)  # forget them
+    with running_on(isa, threads):
+        assert torch.equal(pool.logits(*[(row, ids[row], queries[row]) for row in order]), expected)
 
 
 def test_argmax_is_that_of_the_logits_and_takes_the_lowest_id_of_equals() -> None:
@@ -422,10 +553,17 @@ def test_a_batch_out_of_range_is_refused(quantised: StepPlan, changes: dict[str,
 
 def test_a_pool_of_another_shape_or_type_is_refused(quantised: StepPlan) -> None:
     pool = Pool(quantised)
-    with pytest.raises(ValueError, match="KV pool"):
-        quantised.run(pool.batch([(0, tokens(2), 2)], key=pool.key[:, :, :1]))
-    with pytest.raises(ValueError, match="float16"):
-        quantised.run(pool.batch([(0, tokens(2), 2)], key=pool.key.half(), value=pool.value.half()))
+    key, value, scales = pool.kv.key, pool.kv.value, torch.ones(2)
+    for kv, text in (
+        (KVTensors(key=key[:, :, :1], value=value), "KV pool"),
+        (KVTensors(key=key.half(), value=value.half()), "float16"),
+        (KVTensors(key=key.bfloat16(), value=value), "KV pool"),
+        (KVTensors(key=key, value=value, key_scales=scales, value_scales=scales), "scales"),
+        (KVTensors(key=key.to(FP8), value=value.to(FP8)), "scales"),
+        (KVTensors(key=key.char(), value=value.char(), key_scales=scales, value_scales=scales), "scales"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            quantised.run(pool.batch([(0, tokens(2), 2)], kv=kv))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from backends.forward import ForwardBatch, ForwardMode, forward_context
-from backends.kv_pool import KVPool
+from backends.kv_pool import FP8, INT8, KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
 from kernels.cpu.library import NativeError
@@ -238,18 +238,26 @@ def test_the_matrices_of_a_context_pass_are_the_layers_own(
 
 
 @needs_native
-def test_a_quantised_pool_holds_nearly_what_a_plain_one_does(
-    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, INT8], ids=str)
+def test_a_native_context_pass_writes_what_a_narrow_pool_makes_of_it(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, dtype: torch.dtype
 ) -> None:
     make_drafter(tmp_path)
     drafter = load(targets["llama-four-layers"][0], tmp_path, True)[1]
     assert isinstance(drafter, DFlashDrafter)
-    plain, quantised = (KVPool(drafter.kv_layout(dtype), 30, CPU) for dtype in (torch.float32, torch.int8))
+    plain, narrow, expected = (
+        KVPool(drafter.kv_layout(kind), 30, CPU) for kind in (torch.float32, dtype, dtype)
+    )
     features, places = torch.randn(20, 3 * 64), torch.arange(20)
-    for pool in (plain, quantised):
+    for pool in (plain, narrow):
         drafter.write_context(features, places, places, pool)
-    for exact, rounded in zip(plain.gather(1, places), quantised.gather(1, places), strict=True):
-        assert (exact - rounded).norm() < 0.02 * exact.norm()
+    for layer in range(plain.layout.num_layers):
+        expected.write(layer, places, *plain.gather(layer, places))
+    assert torch.equal(narrow.key.view(torch.uint8), expected.key.view(torch.uint8))
+    assert torch.equal(narrow.value.view(torch.uint8), expected.value.view(torch.uint8))
+    if dtype == INT8:
+        assert torch.equal(narrow.key_slot_scales, expected.key_slot_scales)
+        assert torch.equal(narrow.value_slot_scales, expected.value_slot_scales)
 
 
 @needs_native

@@ -5,6 +5,8 @@
 #pragma once
 
 #include "attention_tiles.h"
+#include "kv.h"
+#include "rows.h"
 
 namespace TANDEM_ISA {
 
@@ -30,18 +32,20 @@ static void finish(const float* row, int head_dim, float* out) {
 }
 
 // keys [head_dim][32]: one column a position.
-static void gather_keys(const char* const* rows, int head_dim, bool is_bf16, float* keys) {
+template <KvDtype kDtype>
+static void gather_keys(const char* const* rows, int head_dim, float* keys) {
+    constexpr int kBytes = kv_bytes(kDtype), kNumbers = 4 / kBytes;  // of a dword
     for (int half = 0; half < kKvBlock; half += 16) {
-        i32 lines[4];
-        for (int d = 0; d < head_dim; d += is_bf16 ? 8 : 4) {
-            transpose4(rows + half, (size_t)d * (is_bf16 ? 2 : 4), lines);
-            for (int j = 0; j < 4; j++) {
-                if (is_bf16) {
-                    float* to = keys + (size_t)(d + 2 * j) * kKvBlock + half;
-                    store(to, bits_to_float(shift_left<16>(lines[j])));
-                    store(to + kKvBlock, bits_to_float(and_i(lines[j], splat_i((int32_t)0xffff0000))));
-                } else {
-                    store(keys + (size_t)(d + j) * kKvBlock + half, bits_to_float(lines[j]));
+        i32 dwords[4];
+        for (int d = 0; d < head_dim; d += 4 * kNumbers) {
+            transpose4(rows + half, (size_t)d * kBytes, dwords);
+            float* to = keys + (size_t)d * kKvBlock + half;
+            for (int j = 0; j < 4; j++, to += kNumbers * kKvBlock) {
+                store(to, of_dword<kDtype, 0>(dwords[j]));
+                if constexpr (kNumbers > 1) store(to + kKvBlock, of_dword<kDtype, 1>(dwords[j]));
+                if constexpr (kNumbers > 2) {
+                    store(to + 2 * kKvBlock, of_dword<kDtype, 2>(dwords[j]));
+                    store(to + 3 * kKvBlock, of_dword<kDtype, 3>(dwords[j]));
                 }
             }
         }
@@ -99,16 +103,17 @@ static inline void by_runs(int count, Step step, int first = 0) {
     }
 }
 
-// Masks and scales scores [count][32] of queries [begin, begin + count) over the block at `base`, and turns them into
-// probabilities beside the maxima so far. What was summed before is to be multiplied by correction [count].
-static void soften(const AttentionItem& item, int base, int begin, int count, float* maxima, float* scores, float* rows,
-                   float* correction) {
+// Masks scores [count][32] of queries [begin, begin + count) over the block at `base`, multiplies them by scales [32],
+// and turns them into probabilities beside the maxima so far. What was summed before is to be multiplied by
+// correction [count].
+static void soften(const AttentionItem& item, int base, int begin, int count, const float* scales, float* maxima,
+                   float* scores, float* rows, float* correction) {
     alignas(64) float larger[kQueryBlock];
-    const f32 scale = splat(item.scale);
+    const f32 scale = load(scales), other_scale = load(scales + 16);
     for (int i = 0; i < count; i++) {
         const int first = item.first[begin + i] - base, last = item.last[begin + i] - base;
         float* s = scores + kKvBlock * i;
-        store(s, mul(load(s), scale)), store(s + 16, mul(load(s + 16), scale));
+        store(s, mul(load(s), scale)), store(s + 16, mul(load(s + 16), other_scale));
         for (int p = 0; p < first; p++) s[p] = -INFINITY;
         for (int p = last; p < kKvBlock; p++) s[p] = -INFINITY;
         const float before = maxima[begin + i], block = largest(max(load(s), load(s + 16)));
@@ -127,6 +132,7 @@ static void soften(const AttentionItem& item, int base, int begin, int count, fl
 }
 
 // Queries [begin, end) of the item over the block of positions at `base`.
+template <KvDtype kDtype>
 static void attend_block(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
                          float* scratch) {
     const int count = end - begin;
@@ -135,25 +141,35 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
     rows += (size_t)begin * attention_row(item.head_dim);
     const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
     const char *key_rows[kKvBlock], *value_rows[kKvBlock];
+    alignas(64) float score_scales[kKvBlock], value_scales[kKvBlock];
     for (int p = 0; p < kKvBlock; p++) {
-        const size_t at = (size_t)item.slots[base + (p < positions ? p : positions - 1)] * item.slot_stride;
+        const size_t slot = (size_t)item.slots[base + (p < positions ? p : positions - 1)], at = slot * item.slot_stride;
         key_rows[p] = item.key + at, value_rows[p] = item.value + at;
+        score_scales[p] = item.scale;
+        if constexpr (has_scales(kDtype)) {
+            score_scales[p] *= item.key_scale[slot * item.scale_stride];
+            value_scales[p] = item.value_scale[slot * item.scale_stride];
+        }
     }
     alignas(64) float correction[kQueryBlock] = {};
     float* keys = rest;                                       // [head_dim][32]
-    float* values = keys + (size_t)item.head_dim * kKvBlock;  // [32][head_dim], where the pool is bf16
-    if (item.is_bf16) {
+    float* values = keys + (size_t)item.head_dim * kKvBlock;  // [32][head_dim], where the pool has not the like
+    if constexpr (kDtype != kKvFloat32) {
         for (int p = 0; p < positions; p++) {
             float* row = values + (size_t)p * item.head_dim;
-            for (int i = 0; i < item.head_dim; i += 16) store(row + i, load_bf16(value_rows[p] + 2 * i));
+            for (int i = 0; i < item.head_dim; i += 16) store(row + i, load_kv<kDtype>(value_rows[p], i));
             value_rows[p] = (const char*)row;
         }
     }
-    gather_keys(key_rows, item.head_dim, item.is_bf16, keys);
+    gather_keys<kDtype>(key_rows, item.head_dim, keys);
     by_runs<kRegisterQueries>(count, [&]<int n>(int i) {
         score<n>(item.query + begin + i, keys, item.head_dim, scores + kKvBlock * i);
     });
-    soften(item, base, begin, count, maxima, scores, rows, correction);
+    soften(item, base, begin, count, score_scales, maxima, scores, rows, correction);
+    if constexpr (has_scales(kDtype)) {  // the scales of values go to what weighs them
+        for (int i = 0; i < count * kKvBlock; i += 16)
+            store(scores + i, mul(load(scores + i), load(value_scales + i % kKvBlock)));
+    }
     by_runs<kRegisterQueries>(count, [&]<int n>(int i) {
         float* to = rows + (size_t)i * attention_row(item.head_dim);
         const float* s = scores + kKvBlock * i;
@@ -172,15 +188,17 @@ static inline void narrow(const AttentionItem& item, int base, int end, int& fir
 }
 
 // The same, over the blocks of the split at `base` one after another: maxima and rows go on from what they hold.
+template <KvDtype kDtype>
 static void attend_blocks(const AttentionItem& item, int base, int end, float* maxima, float* rows, float* scratch) {
     for (; base < end; base += kKvBlock) {
         int first = 0, last = item.count;
         narrow(item, base, base + kKvBlock, first, last);
-        if (first < last) attend_block(item, base, first, last, maxima, rows, scratch);
+        if (first < last) attend_block<kDtype>(item, base, first, last, maxima, rows, scratch);
     }
 }
 
-static void attend(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
+template <KvDtype kDtype>
+static void attend_over(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
                    void* scratch) {
     const size_t stride = attention_row(item.head_dim);
     float* partial = (float*)scratch;
@@ -188,18 +206,28 @@ static void attend(const AttentionItem& item, int first_split, int last_split, f
     for (int split = first_split; split < last_split; split++) {
         const int base = split * kKvSplit, end = base + kKvSplit < item.context ? base + kKvSplit : item.context;
 #if defined(__AMX_BF16__)
-        if (item.is_bf16) {
+        if constexpr (kDtype != kKvFloat32) {
             int first = 0, last = item.count;
             narrow(item, base, end, first, last);
-            attend_split(item, base, first, last, maxima, rows, tile_memory(rest, item.head_dim));
+            attend_split<kDtype>(item, base, first, last, maxima, rows, tile_memory(rest, item.head_dim));
             continue;
         }
 #endif
         float part[kQueryBlock];
         for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
         std::memset(partial, 0, sizeof(float) * item.count * stride);
-        attend_blocks(item, base, end, part, partial, rest);
+        attend_blocks<kDtype>(item, base, end, part, partial, rest);
         merge(item.count, maxima, rows, part, partial, item.head_dim);
+    }
+}
+
+static void attend(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
+                   void* scratch) {
+    switch (item.dtype) {
+        case kKvFloat32: return attend_over<kKvFloat32>(item, first_split, last_split, maxima, rows, scratch);
+        case kKvBfloat16: return attend_over<kKvBfloat16>(item, first_split, last_split, maxima, rows, scratch);
+        case kKvFp8: return attend_over<kKvFp8>(item, first_split, last_split, maxima, rows, scratch);
+        case kKvInt8: return attend_over<kKvInt8>(item, first_split, last_split, maxima, rows, scratch);
     }
 }
 

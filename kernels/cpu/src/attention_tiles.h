@@ -1,12 +1,14 @@
-// Attention over bfloat16 caches in tile registers: a split of 128 positions at a time, for up to 16 queries.
+// Attention over caches of bfloat16, and of bytes, which bfloat16 holds exactly, in tile registers: a split of 128
+// positions at a time, for up to 16 queries.
 //
-// Keys lie in the cache as a tile wants its rows, so scores come out transposed: [position][query], with as many
-// queries side by side as there are (4, 8 or 16), and the softmax goes over positions without a horizontal step.
+// Keys lie in a cache of bfloat16 as a tile wants its rows, so scores come out transposed: [position][query], with as
+// many queries side by side as there are (4, 8 or 16), and the softmax goes over positions without a horizontal step.
 // Queries and probabilities are rounded to bfloat16, sums are float32. A query is a column of one tile and a row of the
 // other, and its probabilities are summed in four chains, by position modulo 4, whatever lies beside it: its result
 // does not depend on other queries.
 #pragma once
 
+#include "kv.h"
 #include "rows.h"
 
 namespace TANDEM_ISA {
@@ -106,11 +108,22 @@ static void lay_queries(const AttentionItem& item, int begin, int count, int lan
     }
 }
 
-// The keys of 16 positions as rows: where they lie, or copied if that is not even or a row has no whole tiles.
+// Numbers [d, d + 32) of an entry as bfloat16, zeros beyond its end.
+template <KvDtype kDtype>
+static inline i32 load_words(const char* entry, int d, int head_dim) {
+    const bool is_whole = head_dim - d >= 32;
+    if constexpr (kDtype == kKvBfloat16) return _mm512_maskz_loadu_epi16(is_whole ? 0xffffffff : 0xffff, entry + 2 * d);
+    const f32 first = load_kv<kDtype>(entry, d), second = is_whole ? load_kv<kDtype>(entry, d + 16) : splat(0.0f);
+    return (i32)_mm512_cvtne2ps_pbh(second, first);
+}
+
+// The keys of 16 positions as rows: bfloat16 where they lie, others and those that are not evenly apart copied, as are
+// rows that are no whole tiles.
+template <KvDtype kDtype>
 static inline const char* key_rows(const AttentionItem& item, int base, uint16_t* copies, size_t& stride) {
     const int32_t* slots = item.slots + base;
     const int there = item.context - base < kTileRows ? item.context - base : kTileRows;
-    if (there == kTileRows && item.head_dim % kTileDims == 0) {
+    if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kTileDims == 0) {
         const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
         if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
@@ -121,21 +134,20 @@ static inline const char* key_rows(const AttentionItem& item, int base, uint16_t
     const int padded = padded_dim(item.head_dim);
     for (int p = 0; p < kTileRows; p++) {
         const char* row = item.key + (size_t)slots[p < there ? p : there - 1] * item.slot_stride;
-        for (int d = 0; d < padded; d += kTileDims) {
-            const __mmask32 dims = item.head_dim - d < kTileDims ? 0xffff : 0xffffffff;
-            store_i(copies + (size_t)p * padded + d, _mm512_maskz_loadu_epi16(dims, row + 2 * d));
-        }
+        for (int d = 0; d < padded; d += kTileDims)
+            store_i(copies + (size_t)p * padded + d, load_words<kDtype>(row, d, item.head_dim));
     }
     stride = padded * sizeof(uint16_t);
     return (const char*)copies;
 }
 
 // scores [positions][lanes] of positions from `base`, not scaled.
+template <KvDtype kDtype>
 static void score_keys(const AttentionItem& item, int base, int positions, int lanes, const TileMemory& memory) {
     const size_t lane_bytes = (size_t)lanes * 4;
     for (int p = 0; p < positions; p += kTileRows) {
         size_t stride;
-        const char* keys = key_rows(item, base + p, memory.rows, stride);
+        const char* keys = key_rows<kDtype>(item, base + p, memory.rows, stride);
         tile_zero<kScores>();
         for (int d = 0; d < item.head_dim; d += kTileDims) {
             tile_load<kCache>(keys + 2 * d, stride);
@@ -148,15 +160,14 @@ static void score_keys(const AttentionItem& item, int base, int positions, int l
 
 // Pairs of the values of 32 positions from `base`. Those beyond the context, whose probability is zero, are zeros.
 // Of 32 dimensions the first tile has the even fours, the second the odd ones: as unpacking leaves them.
+template <KvDtype kDtype>
 static void pair_values(const AttentionItem& item, int base, uint32_t* values) {
-    alignas(64) static const char none[64] = {};
     const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;
     const int32_t* slots = item.slots + base;
     for (int d = 0; d < item.head_dim; d += 32, values += 2 * kTileRows * 16) {
-        const __mmask32 there = item.head_dim - d < 32 ? 0xffff : 0xffffffff;
         auto row = [&](int p) {
-            const void* at = p < positions ? item.value + (size_t)slots[p] * item.slot_stride + 2 * d : none;
-            return _mm512_maskz_loadu_epi16(there, at);
+            if (p >= positions) return splat_i(0);
+            return load_words<kDtype>(item.value + (size_t)slots[p] * item.slot_stride, d, item.head_dim);
         };
         for (int p = 0; p < kKvBlock; p += 2) {
             const i32 a = row(p), b = row(p + 1);
@@ -166,11 +177,24 @@ static void pair_values(const AttentionItem& item, int base, uint32_t* values) {
     }
 }
 
-// Scores of queries [begin, begin + count) to probabilities beside the largest score of the split, as bfloat16 pairs,
-// and to their sums in float32. Positions that a query does not see are zeros.
-template <int kLanes>
-static void soften(const AttentionItem& item, int base, int positions, int begin, int count, const TileMemory& memory,
-                   float* maxima, float* totals) {
+// By what the scores and the weights of values of a split are to be multiplied, position by position.
+struct SplitScales {
+    alignas(64) float keys[kKvSplit + 16], values[kKvSplit + 16];  // the last 16 are only read
+};
+
+static void take_scales(const AttentionItem& item, int base, int left, SplitScales& scales) {
+    for (int p = 0; p < kKvSplit + 16; p++) {
+        const size_t at = p < left ? (size_t)item.slots[base + p] * item.scale_stride : 0;
+        scales.keys[p] = p < left ? item.key_scale[at] : 0.0f;
+        scales.values[p] = p < left ? item.value_scale[at] : 0.0f;
+    }
+}
+
+// Scores of queries [begin, begin + count) to probabilities beside the largest score of the split, times the scales of
+// values and as bfloat16 pairs, and to their sums in float32. Positions that a query does not see are zeros.
+template <KvDtype kDtype, int kLanes>
+static void soften(const AttentionItem& item, int base, int positions, int begin, int count, const SplitScales& scales,
+                   const TileMemory& memory, float* maxima, float* totals) {
     constexpr int kPositions = 16 / kLanes, kChains = 4 / kPositions > 0 ? 4 / kPositions : 1;  // of a vector; sums
     alignas(64) int32_t first[16], last[16], at[16];
     bool all_visible = true;
@@ -184,12 +208,17 @@ static void soften(const AttentionItem& item, int base, int positions, int begin
         const i32 position = _mm512_add_epi32(offset, splat_i(p));
         return (__mmask16)(_mm512_cmple_epi32_mask(from, position) & _mm512_cmplt_epi32_mask(position, to));
     };
+    auto of_positions = [&](const float* some, int p) { return _mm512_permutexvar_ps(offset, load(some + p)); };
     const f32 lowest = splat(-INFINITY);
     f32 tops[4] = {lowest, lowest, lowest, lowest};
     for (int p = 0; p < positions; p += 4 * kPositions) {
         for (int v = 0; v < 4; v++) {
             const int vector = p + v * kPositions;
-            const f32 s = load(memory.scores + (size_t)vector * kLanes);
+            f32 s = load(memory.scores + (size_t)vector * kLanes);
+            if constexpr (has_scales(kDtype)) {
+                s = mul(s, of_positions(scales.keys, vector));
+                store(memory.scores + (size_t)vector * kLanes, s);
+            }
             tops[v] = max(tops[v], all_visible ? s : _mm512_mask_blend_ps(visible(vector), lowest, s));
         }
     }
@@ -212,6 +241,7 @@ static void soften(const AttentionItem& item, int base, int positions, int begin
             some[v] = exp2_of(fma(load(memory.scores + (size_t)vector * kLanes), scale, shift));
             if (!all_visible) some[v] = _mm512_maskz_mov_ps(visible(vector), some[v]);
             sums[v % kChains] = add(sums[v % kChains], some[v]);
+            if constexpr (has_scales(kDtype)) some[v] = mul(some[v], of_positions(scales.values, vector));
         }
         for (int v = 0; v < 4; v += 2) {
             const i32 words = (i32)_mm512_cvtne2ps_pbh(some[v + 1], some[v]);
@@ -288,14 +318,14 @@ static void take_split(const TileMemory& memory, int count, int head_dim, const 
     }
 }
 
-template <int kLanes>
+template <KvDtype kDtype, int kLanes>
 static void attend_in_lanes(const AttentionItem& item, int base, int positions, int begin, int count,
-                            const TileMemory& memory, float* maxima, float* rows) {
+                            const SplitScales& scales, const TileMemory& memory, float* maxima, float* rows) {
     alignas(64) float split_maxima[16], totals[16];
     configure_attention(count, kLanes);
     lay_queries(item, begin, count, kLanes, memory);
-    score_keys(item, base, positions, kLanes, memory);
-    soften<kLanes>(item, base, positions, begin, count, memory, split_maxima, totals);
+    score_keys<kDtype>(item, base, positions, kLanes, memory);
+    soften<kDtype, kLanes>(item, base, positions, begin, count, scales, memory, split_maxima, totals);
     turn_probabilities(memory, positions, kLanes);
     const int padded = padded_dim(item.head_dim), tiles = padded / 16;
     int tile = 0;
@@ -305,16 +335,21 @@ static void attend_in_lanes(const AttentionItem& item, int base, int positions, 
 }
 
 // Queries [begin, end) over the split at `base`. maxima and rows, of all queries, go on from what they hold.
+template <KvDtype kDtype>
 static void attend_split(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
                          const TileMemory& memory) {
     const int left = item.context - base < kKvSplit ? item.context - base : kKvSplit;
     const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock;
     for (int p = 0; p < positions; p += kKvBlock)
-        pair_values(item, base + p, memory.values + (size_t)p / 2 * padded_dim(item.head_dim));
+        pair_values<kDtype>(item, base + p, memory.values + (size_t)p / 2 * padded_dim(item.head_dim));
+    SplitScales scales;
+    if constexpr (has_scales(kDtype)) take_scales(item, base, left, scales);
     for (int q = begin; q < end; q += kTileRows) {
         const int count = end - q < kTileRows ? end - q : kTileRows;
-        auto run = count <= 4 ? attend_in_lanes<4> : count <= 8 ? attend_in_lanes<8> : attend_in_lanes<16>;
-        run(item, base, positions, q, count, memory, maxima + q, rows + (size_t)q * attention_row(item.head_dim));
+        auto run = count <= 4   ? attend_in_lanes<kDtype, 4>
+                   : count <= 8 ? attend_in_lanes<kDtype, 8>
+                                : attend_in_lanes<kDtype, 16>;
+        run(item, base, positions, q, count, scales, memory, maxima + q, rows + (size_t)q * attention_row(item.head_dim));
     }
 }
 

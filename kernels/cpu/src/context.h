@@ -31,7 +31,7 @@ struct ContextPass {
     StepStatus check() const {
         for (int r = 0; r < b.rows; r++) {
             if (b.positions[r] < 0 || b.positions[r] >= m.max_positions) return kBadPosition;
-            if (b.slots[r] < 0 || b.slots[r] >= b.num_slots) return kBadSlot;
+            if (b.slots[r] < 0 || b.slots[r] >= b.kv.slots) return kBadSlot;
         }
         return kDone;
     }
@@ -68,7 +68,6 @@ struct ContextPass {
     // Of each row and layer: keys are normed and rotated, then both go to the row's slot.
     void write(const Member& member, float* normed_key) {
         const int d = m.head_dim, kv_size = m.kv_heads * d, heads = m.layers * m.kv_heads;
-        const size_t element = b.kv_is_bf16 ? 2 : 4;
         int first, last;
         member.share(b.rows * heads, first, last);
         for (int i = first; i < last; i++) {
@@ -77,9 +76,7 @@ struct ContextPass {
             k.rms_norm(key, m.k_norms + (size_t)layer * d, m.eps, d, normed_key);
             const size_t angle = (size_t)b.positions[row] * (d / 2);
             k.rotate(normed_key, m.cos + angle, m.sin + angle, d);
-            const size_t slot = (size_t)layer * b.num_slots + b.slots[row], to = (slot * m.kv_heads + head) * d * element;
-            k.write_kv(normed_key, (char*)b.key + to, d, b.kv_is_bf16);
-            k.write_kv(key + kv_size, (char*)b.value + to, d, b.kv_is_bf16);
+            write_entry(k, b.kv, layer, b.slots[row], head, normed_key, key + kv_size);
         }
     }
 };

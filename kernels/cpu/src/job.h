@@ -64,6 +64,14 @@ void put(const Kernels& k, Activations& a, int row, int at, int count, const flo
     k.quantise(x, count / kGroup, records, row % kBlockRows);
 }
 
+// Key and value [head_dim] of one token and KV head, to the token's slot.
+void write_entry(const Kernels& k, const KvPool& pool, int layer, int64_t slot, int head, const float* key,
+                 const float* value) {
+    const size_t entry = pool.entry(layer, slot, head), at = entry * pool.entry_bytes();
+    k.write_kv(key, pool.head_dim, pool.dtype, pool.key + at, pool.scale(pool.key_scales, layer, entry));
+    k.write_kv(value, pool.head_dim, pool.dtype, pool.value + at, pool.scale(pool.value_scales, layer, entry));
+}
+
 // A tile's rows [16] to rows `stride` apart, of which `lanes` are there.
 void copy_tile(const float* tile, int rows, int lanes, float* to, size_t stride) {
     for (int r = 0; r < rows; r++, tile += 16, to += stride) {

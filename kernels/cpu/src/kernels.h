@@ -35,6 +35,29 @@ struct Activations {
     int columns;
 };
 
+// What keys and values are held in. The numbers are shared with kv.py.
+enum KvDtype : int32_t { kKvFloat32, kKvBfloat16, kKvFp8, kKvInt8 };
+
+static constexpr int kv_bytes(KvDtype dtype) { return dtype == kKvFloat32 ? 4 : dtype == kKvBfloat16 ? 2 : 1; }
+
+// (python) Entries [layers][slots][kv_heads] of head_dim numbers, and scales by which those are to be multiplied: of
+// int8 one for each entry, of fp8 one for each layer, else null.
+struct KvPool {
+    KvDtype dtype;
+    int32_t kv_heads, head_dim;
+    int64_t slots;
+    char *key, *value;
+    float *key_scales, *value_scales;
+
+    size_t entry_bytes() const { return (size_t)head_dim * kv_bytes(dtype); }
+    size_t entry(int layer, int64_t slot, int head) const {
+        return ((size_t)layer * slots + slot) * kv_heads + head;
+    }
+    float* scale(float* scales, int layer, size_t entry) const {
+        return scales == nullptr ? nullptr : scales + (dtype == kKvInt8 ? entry : layer);
+    }
+};
+
 // One head's work of one sequence: `count` queries that share a KV head, over the KV blocks of [first, last) splits.
 constexpr int kKvBlock = 32;       // positions a block: online softmax goes block by block
 constexpr int kKvSplit = 128;      // positions a split: partial results that are merged in order, at fixed positions
@@ -50,7 +73,9 @@ struct AttentionItem {
     int context;           // positions at and beyond it have no slot
     const char *key, *value;  // the KV head's first element in slot 0
     size_t slot_stride;       // bytes
-    bool is_bf16;
+    const float *key_scale, *value_scale;  // of the KV head in slot 0, or null
+    size_t scale_stride;                   // 0: all slots have one
+    KvDtype dtype;
 };
 
 // The running softmax of a query: a maximum beside a row of so many floats, the weighted values and then 16 partial
@@ -68,7 +93,7 @@ struct Kernels {
     void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
     void (*add)(float* x, const float* y, int n);
     void (*add_tile)(const float* tile, int rows, int lanes, float* to, size_t stride);  // tile [rows][16]
-    void (*write_kv)(const float* x, void* out, int n, bool is_bf16);
+    void (*write_kv)(const float* x, int n, KvDtype dtype, void* out, float* scale);
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.
     void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);

@@ -115,12 +115,4 @@ static void add_tile(const float* tile, int rows, int lanes, float* to, size_t s
         store_some(to, add(load_some(to, lanes), load(tile)), lanes);
 }
 
-static void write_kv(const float* x, void* out, int n, bool is_bf16) {  // n is a multiple of 16
-    if (!is_bf16) {
-        std::memcpy(out, x, sizeof(float) * n);
-        return;
-    }
-    for (int i = 0; i < n; i += 16) store_bf16((uint16_t*)out + i, load(x + i));
-}
-
 }  // namespace TANDEM_ISA

@@ -70,7 +70,7 @@ public:
         for (int i = 0; i < b.tokens; i++) {
             if (b.ids[i] < 0 || b.ids[i] >= m.embedding.rows) return kBadToken;
             if (b.positions[i] < 0 || b.positions[i] >= m.max_positions) return kBadPosition;
-            if (b.out_slots[i] < 0 || b.out_slots[i] >= b.num_slots) return kBadSlot;
+            if (b.out_slots[i] < 0 || b.out_slots[i] >= b.kv.slots) return kBadSlot;
         }
         for (int i = 0; i < b.outputs; i++)
             if (b.logits_rows[i] < 0 || b.logits_rows[i] >= b.tokens) return kBadLength;
@@ -217,7 +217,6 @@ private:
 
     void rotate_and_write(const Member& member, const Layer& layer, int l) {
         const int d = m.head_dim, heads = m.heads + m.kv_heads;
-        const size_t element = b.kv_is_bf16 ? 2 : 4;
         float* normed = own[member.index].row;
         int first, last;
         member.share(b.tokens * heads, first, last);
@@ -232,11 +231,7 @@ private:
             }
             const size_t angle = (size_t)b.positions[row] * (d / 2);
             k.rotate(at, layer.cos + angle, layer.sin + angle, d);
-            if (!is_key) continue;
-            const size_t slot = (size_t)l * b.num_slots + b.out_slots[row];
-            const size_t to = (slot * m.kv_heads + (head - m.heads)) * d * element;
-            k.write_kv(at, (char*)b.key + to, d, b.kv_is_bf16);
-            k.write_kv(at + kv_size, (char*)b.value + to, d, b.kv_is_bf16);
+            if (is_key) write_entry(k, b.kv, l, b.out_slots[row], head - m.heads, at, at + kv_size);
         }
     }
 
@@ -254,11 +249,13 @@ private:
 
     AttentionItem item_of(const Sequence& s, const Layer& layer, int l, int block, int kv_head) const {
         AttentionItem item;
-        const size_t element = b.kv_is_bf16 ? 2 : 4, offset = (size_t)kv_head * m.head_dim * element;
-        item.slot_stride = (size_t)kv_size * element;
-        item.key = (const char*)b.key + (size_t)l * b.num_slots * item.slot_stride + offset;
-        item.value = (const char*)b.value + (size_t)l * b.num_slots * item.slot_stride + offset;
-        item.head_dim = m.head_dim, item.scale = m.attention_scale, item.is_bf16 = b.kv_is_bf16;
+        const size_t first = b.kv.entry(l, 0, kv_head);
+        item.key = b.kv.key + first * b.kv.entry_bytes(), item.value = b.kv.value + first * b.kv.entry_bytes();
+        item.slot_stride = m.kv_heads * b.kv.entry_bytes();
+        item.key_scale = b.kv.scale(b.kv.key_scales, l, first);
+        item.value_scale = b.kv.scale(b.kv.value_scales, l, first);
+        item.scale_stride = b.kv.dtype == kKvInt8 ? m.kv_heads : 0;
+        item.head_dim = m.head_dim, item.scale = m.attention_scale, item.dtype = b.kv.dtype;
         item.slots = s.slots, item.context = s.context, item.count = 0;
         const int end = min(s.queries, (block + 1) * query_rows);
         for (int j = block * query_rows; j < end; j++) {

@@ -24,15 +24,15 @@ struct Model {
     Weight embedding, head;
 };
 
-// (python) Fields as in backends/forward.py and backends/kv_pool.py.
+// (python) Fields as in backends/forward.py.
 struct Batch {
-    int32_t tokens, sequences, outputs, num_captures, causal, kv_is_bf16;
-    int64_t num_slots, table_stride;
+    int32_t tokens, sequences, outputs, num_captures, causal;
+    int64_t table_stride;
     const int64_t *ids, *positions, *out_slots;
     const int64_t* logits_rows;                                      // [outputs]
     const int32_t *query_lens, *context_lens, *table_rows;           // [sequences]
     const int32_t *slot_table, *capture_layers;                      // [.][table_stride], [num_captures]
-    void *key, *value;                                               // [layers][num_slots][kv_heads][head_dim]
+    KvPool kv;
     float* logits;                                                   // [outputs][head.rows], or null
     int64_t* argmax;                                                 // [outputs], or null
     float* captures;                                                 // [num_captures][tokens][hidden]
@@ -50,11 +50,10 @@ struct ContextModel {
 
 // (python)
 struct ContextRows {
-    int32_t rows, kv_is_bf16;
-    int64_t num_slots;
+    int32_t rows;
     const float* features;             // [rows][fc.columns]
     const int64_t *positions, *slots;  // [rows]
-    void *key, *value;                 // [layers][num_slots][kv_heads][head_dim]
+    KvPool kv;
 };
 
 enum StepStatus { kDone, kBadToken, kBadPosition, kBadSlot, kBadLength, kNoMemory };
