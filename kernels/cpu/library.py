@@ -10,7 +10,7 @@ import functools
 import os
 from pathlib import Path
 
-from kernels.cpu.build import LIBRARY
+from kernels.cpu.build import LIBRARY, digest
 
 # The numbers of src/kernels.h.
 FORMATS = {
@@ -71,6 +71,7 @@ def _load() -> ctypes.CDLL | str:
         return f"{path.name} cannot be loaded: {error}"
     pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures = {
+        "tandem_sources": (ctypes.c_char_p, ()),
         "tandem_set_isa": (int32, (ctypes.c_char_p,)),
         "tandem_isa": (ctypes.c_char_p, ()),
         "tandem_team_size": (int32, ()),
@@ -85,11 +86,14 @@ def _load() -> ctypes.CDLL | str:
         "tandem_step": (int32, (pointer, pointer)),
         "tandem_context": (int32, (pointer, pointer)),
     }
+    another = f"{path.name} is of another version (python -m kernels.cpu.build makes it anew)"
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)
         if function is None:
-            return f"{path.name} is of another version: it has no {name} (python -m kernels.cpu.build makes it anew)"
+            return another
         function.restype, function.argtypes = result, arguments
+    if library.tandem_sources().decode() != digest():
+        return another
     wanted = os.environ.get("TANDEM_CPU_ISA")
     if wanted and not library.tandem_set_isa(wanted.encode(errors="replace")):
         return f"TANDEM_CPU_ISA={wanted}: this processor has no such instruction set (of {', '.join(ISAS)})"

@@ -79,6 +79,7 @@ EXPORT int32_t tandem_set_isa(const char* name) {
     if (chosen != nullptr) current() = chosen;
     return chosen != nullptr;
 }
+EXPORT const char* tandem_sources() { return TANDEM_SOURCES; }
 EXPORT const char* tandem_isa() { return kernels().name; }
 EXPORT int32_t tandem_team_size() { return team_size(); }
 EXPORT void tandem_set_team_size(int32_t threads) { set_team_size(threads); }
