@@ -136,11 +136,18 @@ class KVPool:
                 raw.index_copy_(1, to, raw.index_select(1, slots))
 
     def tensors(self) -> KVTensors:
-        """What native kernels read and write; of fp8 the scales that it has now. Not of a latent layout."""
+        """What native kernels read and write; of fp8 the scales that it has now. Keys of a latent layout are values."""
         key_scales, value_scales = self.key_slot_scales, self.value_slot_scales
         if self.layout.dtype == FP8:
             key_scales, value_scales = torch.tensor(self.key_scale), torch.tensor(self.value_scale)
+        if self.layout.is_latent:
+            return KVTensors(key=self.key, value=self.key, key_scales=key_scales, value_scales=key_scales)
         return KVTensors(key=self.key, value=self.value, key_scales=key_scales, value_scales=value_scales)
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether what is written has to come through `write`, which takes note of it."""
+        return self._peaks is not None
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:

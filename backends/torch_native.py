@@ -1,9 +1,10 @@
-"""Paged attention in plain torch, on any device. A row's result does not depend on the rows beside it.
+"""Paged attention on any device: on a CPU by the native kernels for what these do, else in plain torch.
 
-Query rows are worked on in tiles of one size, keys in blocks of one size at fixed absolute positions, and each pair of
-a tile and a block that it can see is one item of a batched SDPA call. The partial results of a tile are then merged
-in order of position (as in flash decoding: Dao et al., 2023). So every product has one shape, and prefill, chunks,
-decode and verify agree bit for bit; and a request costs what its own context costs, not the pool's or a longer one's.
+A row's result does not depend on the rows beside it. In torch, query rows are worked on in tiles of one size, keys in
+blocks of one size at fixed absolute positions, and each pair of a tile and a block that it can see is one item of a
+batched SDPA call. The partial results of a tile are then merged in order of position (as in flash decoding: Dao et
+al., 2023). So every product has one shape, and prefill, chunks, decode and verify agree bit for bit; and a request
+costs what its own context costs, not the pool's or a longer one's.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import torch
 
 from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch
+from backends.kv_pool import KVPool
 from backends.mla import Prompt, attend_mha, plan_mha
 from backends.softmax import MASKED, RunningSoftmax, partial_attention
+from kernels.cpu import library
+from kernels.cpu.attention import PagedAttention
+from kernels.cpu.kv import KV_DTYPES
 
 TILE = 8  # query rows; over a latent cache 1, whose many heads are rows enough
 BLOCK = 128  # key slots
@@ -45,23 +50,46 @@ class _Part:
 
 @dataclass(slots=True)
 class _Plan:
-    """Worked out once a pass for each sliding window that its layers have.
-
-    A tile has `tile` rows. `valid` [T] is the rows of all tiles that are tokens, in order.
-    """
+    """What the layers of a pass share, each piece worked out when the first layer wants it."""
 
     batch: ForwardBatch
-    tile: int
-    valid: torch.Tensor
     parts: dict[int | None, list[_Part]] = field(default_factory=dict)
     prompts: list[Prompt] | None = None
+    _paged: PagedAttention | None = None
+    _valid: torch.Tensor | None = None
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return 1 if self.batch.kv_pool.layout.is_latent else TILE
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """[T] the rows of all tiles that are tokens, in order."""
+        if self._valid is None:
+            self._valid = _valid_rows(self.batch, self.tile)
+        return self._valid
 
     def parts_for(self, window: int | None) -> list[_Part]:
-        """The pass cut into parts of whole tiles."""
+        """The pass cut into parts of whole tiles, for layers with such a sliding window."""
         if window not in self.parts:
             tiles = _tiles(self.batch, window, self.tile)
             self.parts[window] = [_part(self.batch, window, some, self.tile) for some in _cut(tiles)]
         return self.parts[window]
+
+    def paged(self) -> PagedAttention:
+        if self._paged is None:
+            batch = self.batch
+            self._paged = PagedAttention(
+                batch.query_lens,
+                batch.context_lens,
+                batch.table_rows,
+                batch.slot_table,
+                batch.out_slots,
+                batch.kv_pool.tensors(),
+                batch.causal,
+            )
+        return self._paged
 
     def mha(self) -> list[Prompt]:
         if self.prompts is None:
@@ -77,9 +105,12 @@ class TorchNativeBackend(AttentionBackend):
 
     name = "torch_native"
 
+    def __init__(self, native: bool = True) -> None:
+        """native: take the native kernels where there are some for a layer and its cache."""
+        self._native = native and library.available()
+
     def plan(self, batch: ForwardBatch) -> _Plan:
-        tile = 1 if batch.kv_pool.layout.is_latent else TILE
-        return _Plan(batch, tile, _valid_rows(batch, tile))
+        return _Plan(batch)
 
     def forward(
         self,
@@ -91,7 +122,12 @@ class TorchNativeBackend(AttentionBackend):
         plan: object,
     ) -> torch.Tensor:
         assert isinstance(plan, _Plan)
-        batch.kv_pool.write(layer.layer_id, batch.out_slots, key, value)
+        pool = batch.kv_pool
+        if self._native and _has_kernels(layer, pool):
+            values = key if pool.layout.is_latent else value
+            out = plan.paged().attend(layer.layer_id, query, key, values, layer.scale, layer.sliding_window)
+            return out[..., : value.shape[-1]].to(query.dtype)
+        pool.write(layer.layer_id, batch.out_slots, key, value)
         if query.shape[0] == 0:
             return query.new_empty(0, layer.num_heads, value.shape[-1])
         tiles = [_attend(query, layer, batch, part) for part in plan.parts_for(layer.sliding_window)]
@@ -109,6 +145,18 @@ class TorchNativeBackend(AttentionBackend):
         assert isinstance(plan, _Plan)
         batch.kv_pool.write(layer.layer_id, batch.out_slots, entry, entry)
         return attend_mha(query, layer, batch, plan.mha())
+
+
+def _has_kernels(layer: AttentionLayer, pool: KVPool) -> bool:
+    layout = pool.layout
+    return (
+        pool.key.device.type == "cpu"
+        and layout.dtype in KV_DTYPES
+        and not pool.is_calibrating
+        and layout.head_dim % 16 == 0
+        and layout.v_head_dim in (0, layout.head_dim)
+        and layer.logit_softcap is None
+    )
 
 
 def _attend(query: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, part: _Part) -> torch.Tensor:

@@ -85,6 +85,7 @@ def _load() -> ctypes.CDLL | str:
         "tandem_linear_by_expert": (int32, (pointer, int64, pointer, int32, pointer, pointer)),
         "tandem_step": (int32, (pointer, pointer)),
         "tandem_context": (int32, (pointer, pointer)),
+        "tandem_attention": (int32, (pointer,)),
     }
     another = f"{path.name} is of another version (python -m kernels.cpu.build makes it anew)"
     for name, (result, arguments) in signatures.items():

@@ -20,6 +20,7 @@ class NamedBackend(TorchNativeBackend):
     """Attends as torch_native does, and notes each pass it attends for."""
 
     def __init__(self, name: str, args: BackendArgs | None = None) -> None:
+        super().__init__()
         self.given_name = name
         self.args = args
         self.seen: list[ForwardBatch] = []

@@ -37,6 +37,7 @@ class Recorder(TorchNativeBackend):
     """Notes the method of each pass's last layer, and how many rows of each sequence took it."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.taken: list[tuple[str, tuple[int, ...]]] = []
 
     def forward(

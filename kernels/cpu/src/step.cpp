@@ -1,24 +1,17 @@
 #include "step.h"
 
-#include <atomic>
-#include <cmath>
-
 #include "context.h"
+#include "paged_attention.h"
 #include "products.h"
 
 namespace {
-
-struct Sequence {
-    int row, queries, context, blocks, splits, first_item;
-    const int32_t* slots;
-};
 
 class Step {
 public:
     Step(const Model& model, const Batch& batch, int threads)
         : m(model), b(batch), k(kernels()), threads(threads), q_size(model.heads * model.head_dim),
-          kv_size(model.kv_heads * model.head_dim), group(model.heads / model.kv_heads),
-          query_rows(max(1, kQueryBlock / group)) {}
+          kv_size(model.kv_heads * model.head_dim), pass(pass_of(model, batch)),
+          paged(k, pass, model.num_layers, threads) {}
 
     // Lays out all memory in `space`; run against an empty one it only measures.
     void lay_out(Workspace& space) {
@@ -36,8 +29,7 @@ public:
         hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
         attended_in = take_activations(space, b.tokens, q_size, attended_needs);
         inner_in = take_activations(space, b.tokens, m.intermediate, inner_needs);
-        sequences = space.take<Sequence>(b.sequences);
-        claims = space.take<std::atomic<int>>(m.num_layers);
+        paged.lay_out(space);
         own = space.take<Own>(threads);
         const int widest = max(max(m.hidden, q_size), m.intermediate);
         for (int t = 0; t < threads; t++) {
@@ -48,58 +40,24 @@ public:
             mine.row = space.take<float>(widest);
             mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
             mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
-            mine.attention = space.take<float>(attention_scratch(m.head_dim));
-            mine.softmax = space.take<float>((size_t)kQueryBlock * attention_row(m.head_dim));
             mine.best = space.take<Best>(b.outputs);
             if (space.base != nullptr) own[t] = mine;
-        }
-        if (share_splits) {
-            partial_maxima = space.take<float>((size_t)items * kQueryBlock);
-            partial_rows = space.take<float>((size_t)items * kQueryBlock * attention_row(m.head_dim));
         }
     }
 
     StepStatus check() const {
-        int64_t total = 0;
-        for (int s = 0; s < b.sequences; s++) {
-            if (b.query_lens[s] < 0 || b.context_lens[s] < b.query_lens[s] || b.context_lens[s] > b.table_stride)
-                return kBadLength;
-            total += b.query_lens[s];
-        }
-        if (total != b.tokens) return kBadLength;
+        const StepStatus status = pass.check(b.tokens, b.out_slots);
+        if (status != kDone) return status;
         for (int i = 0; i < b.tokens; i++) {
             if (b.ids[i] < 0 || b.ids[i] >= m.embedding.rows) return kBadToken;
             if (b.positions[i] < 0 || b.positions[i] >= m.max_positions) return kBadPosition;
-            if (b.out_slots[i] < 0 || b.out_slots[i] >= b.kv.slots) return kBadSlot;
         }
         for (int i = 0; i < b.outputs; i++)
             if (b.logits_rows[i] < 0 || b.logits_rows[i] >= b.tokens) return kBadLength;
         return kDone;
     }
 
-    // How attention is cut into items. Splits are shared out only where there is too little to do otherwise.
-    void count_items() {
-        int whole = 0, with_splits = 0;
-        for (int s = 0; s < b.sequences; s++) {
-            const int blocks = (b.query_lens[s] + query_rows - 1) / query_rows * m.kv_heads;
-            whole += blocks;
-            with_splits += blocks * splits_of(s);
-        }
-        share_splits = threads > 1 && whole < 4 * threads && with_splits > whole;
-        items = share_splits ? with_splits : whole;
-    }
-
-    void fill() {
-        int row = 0, item = 0;
-        for (int s = 0; s < b.sequences; s++) {
-            const int blocks = (b.query_lens[s] + query_rows - 1) / query_rows;
-            sequences[s] = {row, b.query_lens[s], b.context_lens[s], blocks, splits_of(s), item,
-                            b.slot_table + (size_t)b.table_rows[s] * b.table_stride};
-            row += b.query_lens[s];
-            item += blocks * m.kv_heads * (share_splits ? splits_of(s) : 1);
-        }
-        for (int l = 0; l < m.num_layers; l++) claims[l].store(0, std::memory_order_relaxed);
-    }
+    void fill() { paged.fill(); }
 
     void run(const Member& member) {
         const unsigned before = k.enter();
@@ -119,12 +77,15 @@ private:
         int64_t id;
     };
     struct Own {  // one thread's memory
-        float *tile, *gate, *up, *row, *attention, *softmax;
+        float *tile, *gate, *up, *row;
         Activations hidden_in, attended_in;
         Best* best;
     };
 
-    int splits_of(int sequence) const { return (b.context_lens[sequence] + kKvSplit - 1) / kKvSplit; }
+    static AttentionPass pass_of(const Model& m, const Batch& b) {
+        return {m.heads, m.attention_scale, b.sequences, b.query_lens, b.context_lens, b.table_rows,
+                b.slot_table, b.table_stride, b.kv};
+    }
 
     void embed(const Member& member) {
         int first, last;
@@ -200,16 +161,7 @@ private:
         member.sync();
         rotate_and_write(member, layer, l);
         member.sync();
-        for (;;) {
-            const int item = claims[l].fetch_add(1, std::memory_order_relaxed);
-            if (item >= items) break;
-            attend(mine, layer, l, item);
-        }
-        member.sync();
-        if (share_splits) {
-            merge_splits(member, layer, l);
-            member.sync();
-        }
+        paged.run(member, l, {qkv, (size_t)width, attended, l, layer.window, b.causal || layer.causal});
         const Activations& out = prepare(member, b.tokens, nullptr, attended_in, mine.attended_in,
                                          [&](int r) { return attended + (size_t)r * q_size; });
         add_product(member, layer.o, out, layer.attention_out_norm);
@@ -232,80 +184,6 @@ private:
             const size_t angle = (size_t)b.positions[row] * (d / 2);
             k.rotate(at, layer.cos + angle, layer.sin + angle, d);
             if (is_key) write_entry(k, b.kv, l, b.out_slots[row], head - m.heads, at, at + kv_size);
-        }
-    }
-
-    const Sequence& sequence_of(int item) const {
-        int low = 0, high = b.sequences - 1;
-        while (low < high) {
-            const int middle = (low + high + 1) / 2;
-            if (sequences[middle].first_item <= item)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        return sequences[low];
-    }
-
-    AttentionItem item_of(const Sequence& s, const Layer& layer, int l, int block, int kv_head) const {
-        AttentionItem item;
-        const size_t first = b.kv.entry(l, 0, kv_head);
-        item.key = b.kv.key + first * b.kv.entry_bytes(), item.value = b.kv.value + first * b.kv.entry_bytes();
-        item.slot_stride = m.kv_heads * b.kv.entry_bytes();
-        item.key_scale = b.kv.scale(b.kv.key_scales, l, first);
-        item.value_scale = b.kv.scale(b.kv.value_scales, l, first);
-        item.scale_stride = b.kv.dtype == kKvInt8 ? m.kv_heads : 0;
-        item.head_dim = m.head_dim, item.scale = m.attention_scale, item.dtype = b.kv.dtype;
-        item.slots = s.slots, item.context = s.context, item.count = 0;
-        const int end = min(s.queries, (block + 1) * query_rows);
-        for (int j = block * query_rows; j < end; j++) {
-            const int position = s.context - s.queries + j, row = s.row + j;
-            for (int h = 0; h < group; h++) {
-                const int q = item.count++, at = (kv_head * group + h) * m.head_dim;
-                item.query[q] = qkv + (size_t)row * (q_size + 2 * kv_size) + at;
-                item.out[q] = attended + (size_t)row * q_size + at;
-                item.first[q] = layer.window > 0 ? max(0, position + 1 - layer.window) : 0;
-                item.last[q] = b.causal || layer.causal ? position + 1 : s.context;
-            }
-        }
-        return item;
-    }
-
-    void attend(Own& mine, const Layer& layer, int l, int index) {
-        const Sequence& s = sequence_of(index);
-        const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
-        const int kv_head = local % m.kv_heads, split = local / m.kv_heads % splits, block = local / m.kv_heads / splits;
-        const AttentionItem item = item_of(s, layer, l, block, kv_head);
-        const size_t stride = attention_row(m.head_dim);
-        float own_maxima[kQueryBlock];
-        float* maxima = share_splits ? partial_maxima + (size_t)index * kQueryBlock : own_maxima;
-        float* rows = share_splits ? partial_rows + (size_t)index * kQueryBlock * stride : mine.softmax;
-        for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
-        std::memset(rows, 0, sizeof(float) * item.count * stride);
-        if (share_splits) return k.attend(item, split, split + 1, maxima, rows, mine.attention);
-        k.attend(item, item.first[0] / kKvSplit, s.splits, maxima, rows, mine.attention);
-        for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, m.head_dim, item.out[q]);
-    }
-
-    void merge_splits(const Member& member, const Layer& layer, int l) {
-        int claimed = 0;
-        for (int n = 0; n < b.sequences; n++) {
-            const Sequence& s = sequences[n];
-            for (int i = 0; i < s.blocks * m.kv_heads; i++) {
-                if (claimed++ % member.threads != member.index) continue;
-                const int block = i / m.kv_heads, kv_head = i % m.kv_heads;
-                const AttentionItem item = item_of(s, layer, l, block, kv_head);
-                const size_t stride = attention_row(m.head_dim);
-                float *rows = own[member.index].softmax, maxima[kQueryBlock];
-                for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
-                std::memset(rows, 0, sizeof(float) * item.count * stride);
-                for (int split = 0; split < s.splits; split++) {
-                    const int index = s.first_item + (block * s.splits + split) * m.kv_heads + kv_head;
-                    const size_t at = (size_t)index * kQueryBlock;
-                    k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, m.head_dim);
-                }
-                for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, m.head_dim, item.out[q]);
-            }
         }
     }
 
@@ -386,14 +264,12 @@ private:
     const Model& m;
     const Batch& b;
     const Kernels& k;
-    const int threads, q_size, kv_size, group, query_rows;
+    const int threads, q_size, kv_size;
+    const AttentionPass pass;
+    PagedAttention paged;
     Needs hidden_needs, attended_needs, inner_needs;
-    bool share_splits = false;
-    int items = 0;
-    float *x, *qkv, *attended, *added, *partial_maxima, *partial_rows;
+    float *x, *qkv, *attended, *added;
     Activations hidden_in, attended_in, inner_in;
-    Sequence* sequences;
-    std::atomic<int>* claims;
     Own* own;
 };
 
@@ -405,7 +281,6 @@ StepStatus run_step(const Model& model, const Batch& batch) {
     Step step(model, batch, threads);
     const StepStatus status = step.check();
     if (status != kDone || batch.tokens == 0) return status;
-    step.count_items();
     return run_job(step, threads);
 }
 
@@ -422,6 +297,15 @@ StepStatus run_context(const ContextModel& model, const ContextRows& rows) {
     ContextPass job{model, rows, threads};
     const StepStatus status = job.check();
     if (status != kDone || rows.rows == 0) return status;
+    return run_job(job, threads);
+}
+
+StepStatus run_attention(const LayerAttentionCall& call) {
+    std::lock_guard<std::mutex> lock(in_use);
+    const int threads = team_size();
+    LayerAttention job{call, threads};
+    const StepStatus status = job.pass.check(call.tokens, call.out_slots);
+    if (status != kDone || call.tokens == 0) return status;
     return run_job(job, threads);
 }
 

@@ -56,10 +56,24 @@ struct ContextRows {
     KvPool kv;
 };
 
+// (python) Attention of one layer to the cache, once the keys and values of the pass's tokens are there. Other fields are
+// as in Batch; kv may have keys for values (a latent cache).
+struct LayerAttentionCall {
+    int32_t tokens, sequences, heads, layer, window, causal;
+    float scale;
+    int64_t table_stride;
+    const int64_t* out_slots;
+    const int32_t *query_lens, *context_lens, *table_rows, *slot_table;
+    const float *query, *key, *value;  // [tokens][heads or kv_heads][head_dim]
+    KvPool kv;
+    float* out;  // [tokens][heads][head_dim]
+};
+
 enum StepStatus { kDone, kBadToken, kBadPosition, kBadSlot, kBadLength, kNoMemory };
 
 StepStatus run_step(const Model& model, const Batch& batch);
 StepStatus run_context(const ContextModel& model, const ContextRows& rows);
+StepStatus run_attention(const LayerAttentionCall& call);
 
 // x [rows][columns] float32 to out [rows][weight.rows], bias added.
 StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out);

@@ -1,0 +1,215 @@
+// Paged attention of the queries of a pass, by a team. A step calls it for each of its layers, and `LayerAttention` for
+// one, of a model whose passes are no steps.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+
+#include "job.h"
+
+namespace {
+
+// What is the same in all layers of a pass; as in Batch.
+struct AttentionPass {
+    int heads;
+    float scale;
+    int sequences;
+    const int32_t *query_lens, *context_lens, *table_rows, *slot_table;
+    int64_t table_stride;
+    const KvPool& kv;
+
+    // Lengths that make up so many tokens, all of which have a slot to be written to.
+    StepStatus check(int tokens, const int64_t* out_slots) const {
+        int64_t total = 0;
+        for (int s = 0; s < sequences; s++) {
+            if (query_lens[s] < 0 || context_lens[s] < query_lens[s] || context_lens[s] > table_stride) return kBadLength;
+            total += query_lens[s];
+        }
+        if (total != tokens) return kBadLength;
+        for (int i = 0; i < tokens; i++)
+            if (out_slots[i] < 0 || out_slots[i] >= kv.slots) return kBadSlot;
+        return kDone;
+    }
+};
+
+// Queries [heads][head_dim] of each token, `query_stride` floats apart, and where to put the like. layer: of the pool.
+// window: positions a query sees, 0: all. causal: queries see no later one.
+struct AttentionLayer {
+    const float* query;
+    size_t query_stride;
+    float* out;
+    int layer, window;
+    bool causal;
+};
+
+// Items are runs of up to kQueryBlock queries that share a KV head, over all of their context or, where there would be
+// too few of them, over one of its splits. Which item a query is in changes no bit of its result.
+class PagedAttention {
+public:
+    PagedAttention(const Kernels& k, const AttentionPass& pass, int layers, int threads)
+        : k(k), p(pass), kv(pass.kv), layers(layers), threads(threads), group(pass.heads / pass.kv.kv_heads) {
+        int whole = 0, with_splits = 0;
+        for (int s = 0; s < p.sequences; s++) {
+            whole += runs_of(s) * kv.kv_heads;
+            with_splits += runs_of(s) * kv.kv_heads * splits_of(s);
+        }
+        share_splits = threads > 1 && whole < 4 * threads && with_splits > whole;
+        items = share_splits ? with_splits : whole;
+    }
+
+    void lay_out(Workspace& space) {
+        sequences = space.take<Sequence>(p.sequences);
+        claims = space.take<std::atomic<int>>(layers);
+        softmax = space.take<float>((size_t)threads * softmax_size());
+        scratch = space.take<float>((size_t)threads * attention_scratch(kv.head_dim));
+        if (!share_splits) return;
+        partial_maxima = space.take<float>((size_t)items * kQueryBlock);
+        partial_rows = space.take<float>((size_t)items * softmax_size());
+    }
+
+    void fill() {
+        int row = 0, item = 0;
+        for (int s = 0; s < p.sequences; s++) {
+            sequences[s] = {row, p.query_lens[s], p.context_lens[s], runs_of(s), splits_of(s), item,
+                            p.slot_table + (size_t)p.table_rows[s] * p.table_stride};
+            row += p.query_lens[s];
+            item += runs_of(s) * kv.kv_heads * (share_splits ? splits_of(s) : 1);
+        }
+        for (int l = 0; l < layers; l++) claims[l].store(0, std::memory_order_relaxed);
+    }
+
+    // Keys and values are written; all members call it, and it ends with all of them done. l < layers, each once.
+    void run(const Member& member, int l, const AttentionLayer& layer) {
+        for (;;) {
+            const int item = claims[l].fetch_add(1, std::memory_order_relaxed);
+            if (item >= items) break;
+            attend(member, layer, item);
+        }
+        member.sync();
+        if (!share_splits) return;
+        merge_splits(member, layer);
+        member.sync();
+    }
+
+private:
+    struct Sequence {
+        int row, queries, context, runs, splits, first_item;
+        const int32_t* slots;
+    };
+
+    int runs_of(int s) const { return (p.query_lens[s] * group + kQueryBlock - 1) / kQueryBlock; }
+    int splits_of(int s) const { return (p.context_lens[s] + kKvSplit - 1) / kKvSplit; }
+    size_t softmax_size() const { return (size_t)kQueryBlock * attention_row(kv.head_dim); }
+
+    const Sequence& sequence_of(int item) const {
+        int low = 0, high = p.sequences - 1;
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (sequences[middle].first_item <= item)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        return sequences[low];
+    }
+
+    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int run, int kv_head) const {
+        AttentionItem item;
+        const size_t first = kv.entry(layer.layer, 0, kv_head);
+        item.key = kv.key + first * kv.entry_bytes(), item.value = kv.value + first * kv.entry_bytes();
+        item.slot_stride = kv.kv_heads * kv.entry_bytes();
+        item.key_scale = kv.scale(kv.key_scales, layer.layer, first);
+        item.value_scale = kv.scale(kv.value_scales, layer.layer, first);
+        item.scale_stride = kv.dtype == kKvInt8 ? kv.kv_heads : 0;
+        item.head_dim = kv.head_dim, item.scale = p.scale, item.dtype = kv.dtype;
+        item.slots = s.slots, item.context = s.context, item.count = 0;
+        const int end = min(s.queries * group, (run + 1) * kQueryBlock);
+        for (int i = run * kQueryBlock; i < end; i++) {
+            const int token = i / group, position = s.context - s.queries + token, q = item.count++;
+            const size_t row = s.row + token, at = (size_t)(kv_head * group + i % group) * kv.head_dim;
+            item.query[q] = layer.query + row * layer.query_stride + at;
+            item.out[q] = layer.out + row * p.heads * kv.head_dim + at;
+            item.first[q] = layer.window > 0 ? max(0, position + 1 - layer.window) : 0;
+            item.last[q] = layer.causal ? position + 1 : s.context;
+        }
+        return item;
+    }
+
+    void attend(const Member& member, const AttentionLayer& layer, int index) {
+        const Sequence& s = sequence_of(index);
+        const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
+        const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits, run = local / kv.kv_heads / splits;
+        const AttentionItem item = item_of(s, layer, run, kv_head);
+        const size_t stride = attention_row(kv.head_dim);
+        float* mine = scratch + member.index * attention_scratch(kv.head_dim);
+        float own_maxima[kQueryBlock];
+        float* maxima = share_splits ? partial_maxima + (size_t)index * kQueryBlock : own_maxima;
+        float* rows = share_splits ? partial_rows + index * softmax_size() : softmax + member.index * softmax_size();
+        for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
+        std::memset(rows, 0, sizeof(float) * item.count * stride);
+        if (share_splits) return k.attend(item, split, split + 1, maxima, rows, mine);
+        k.attend(item, item.first[0] / kKvSplit, s.splits, maxima, rows, mine);
+        for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
+    }
+
+    void merge_splits(const Member& member, const AttentionLayer& layer) {
+        int claimed = 0;
+        for (int n = 0; n < p.sequences; n++) {
+            const Sequence& s = sequences[n];
+            for (int i = 0; i < s.runs * kv.kv_heads; i++) {
+                if (claimed++ % member.threads != member.index) continue;
+                const int run = i / kv.kv_heads, kv_head = i % kv.kv_heads;
+                const AttentionItem item = item_of(s, layer, run, kv_head);
+                const size_t stride = attention_row(kv.head_dim);
+                float *rows = softmax + member.index * softmax_size(), maxima[kQueryBlock];
+                for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
+                std::memset(rows, 0, sizeof(float) * item.count * stride);
+                for (int split = 0; split < s.splits; split++) {
+                    const int index = s.first_item + (run * s.splits + split) * kv.kv_heads + kv_head;
+                    const size_t at = (size_t)index * kQueryBlock;
+                    k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, kv.head_dim);
+                }
+                for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
+            }
+        }
+    }
+
+    const Kernels& k;
+    const AttentionPass p;
+    const KvPool& kv;
+    const int layers, threads, group;
+    bool share_splits;
+    int items;
+    Sequence* sequences = nullptr;
+    std::atomic<int>* claims = nullptr;
+    float *softmax = nullptr, *scratch = nullptr, *partial_maxima = nullptr, *partial_rows = nullptr;
+};
+
+// One layer by itself: the keys and values of the pass's tokens go to their slots, then the queries attend.
+struct LayerAttention {
+    const LayerAttentionCall& c;
+    const int threads;
+    const Kernels& k = kernels();
+    const AttentionPass pass = {c.heads, c.scale, c.sequences, c.query_lens, c.context_lens, c.table_rows,
+                                c.slot_table, c.table_stride, c.kv};
+    PagedAttention attention{k, pass, 1, threads};
+
+    void lay_out(Workspace& space) { attention.lay_out(space); }
+    void fill() { attention.fill(); }
+
+    void run(const Member& member) {
+        const unsigned before = k.enter();
+        const int kv_heads = c.kv.kv_heads, head_dim = c.kv.head_dim;
+        int first, last;
+        member.share(c.tokens * kv_heads, first, last);
+        for (int i = first; i < last; i++) {
+            const size_t at = (size_t)i * head_dim;
+            write_entry(k, c.kv, c.layer, c.out_slots[i / kv_heads], i % kv_heads, c.key + at, c.value + at);
+        }
+        member.sync();
+        attention.run(member, 0, {c.query, (size_t)c.heads * head_dim, c.out, c.layer, c.window, c.causal != 0});
+        k.leave(before);
+    }
+};
+
+}  // namespace
