@@ -15,20 +15,31 @@ from backends.base import AttentionBackend, AttentionLayer, LatentAttentionLayer
 from backends.forward import ForwardBatch, forward_context
 from backends.state_plan import Plan, Writes, make_plan, make_writes
 from backends.state_pool import StatePool
+from kernels.cpu import library
+from kernels.cpu.state_layer import MOST_TAPS
+from kernels.cpu.state_layer import convolve as native_convolve
 from kernels.linear_attention import CHUNK, advance, chunks, read
 
 _ROWS_AT_ONCE = 64  # of a convolution: what it works on stays in the cache
 
 
 class LinearAttentionBackend:
-    """Keeps the state of short convolutions and of linear attention, in plain torch. It holds nothing itself."""
+    """Keeps the state of short convolutions and of linear attention, by native kernels on a CPU, else in plain torch.
+
+    It holds no state itself.
+    """
+
+    def __init__(self, native: bool = True) -> None:
+        """native: take the native kernels where there are some."""
+        self._native = native and library.available()
 
     def plan(self, batch: ForwardBatch) -> object:
         """Work out, once for all layers of a pass, what they read and write.
 
         Raises RuntimeError where the state of a sequence is not that of the position at which it goes on.
         """
-        return make_plan(batch, _pool(batch))
+        pool = _pool(batch)
+        return make_plan(batch, pool, self._native and pool.conv.device.type == "cpu")
 
     def convolve(self, x: torch.Tensor, layer: StateLayer, batch: ForwardBatch, plan: object) -> torch.Tensor:
         """Causal depthwise convolution of x [T, channels] over each sequence: [T, channels] float32."""
@@ -39,9 +50,11 @@ class LinearAttentionBackend:
             before.index_fill_(0, plan.without_inputs, 0)
         kept = None if plan.drafted is None else plan.drafted.inputs[layer.state_id]
         inputs = torch.cat((before.flatten(0, 1), x.to(before.dtype)), out=kept)
+        _write_conv(pool, _one(layer.state_id), inputs.unsqueeze(0), plan.writes)
+        if plan.native is not None and len(plan.taps) <= MOST_TAPS:
+            return native_convolve(inputs.float(), plan.taps, layer.conv_weight, layer.conv_bias)
         parts = [_convolve(inputs, taps, layer.conv_weight) for taps in plan.taps.split(_ROWS_AT_ONCE, 1)]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        _write_conv(pool, _one(layer.state_id), inputs.unsqueeze(0), plan.writes)
         return out if layer.conv_bias is None else out.add_(layer.conv_bias)
 
     def recur(
@@ -67,6 +80,10 @@ class LinearAttentionBackend:
         gates = (log_decay,) if beta is None else (log_decay, beta)
         kept = None if drafted is None else drafted.rows[layer_id]
         rows = torch.cat((key.flatten(1), value.flatten(1), *gates), 1, out=kept)
+        if plan.native is not None:
+            return plan.native.run(
+                layer_id, query, rows, pool.recurrent, pool.recent, value.shape[2], beta is not None
+            )
         recent = plan.ordered_rows.take(pool.recent[layer_id]).flatten(0, 1)
         known = torch.cat((recent, rows, rows.new_zeros(1, rows.shape[1])))
         parts = known.index_select(0, plan.cells).view(-1, CHUNK, rows.shape[1]).split(layout.row_parts, 2)
@@ -113,9 +130,10 @@ class HybridLinearBackend(AttentionBackend):
 
     name = "hybrid_linear"
 
-    def __init__(self, attention: AttentionBackend) -> None:
+    def __init__(self, attention: AttentionBackend, native: bool = True) -> None:
+        """native: take the native kernels for layers with state where there are some."""
         self.attention = attention
-        self.linear = LinearAttentionBackend()
+        self.linear = LinearAttentionBackend(native)
 
     def children(self) -> Iterator[AttentionBackend]:
         yield self.attention

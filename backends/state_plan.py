@@ -10,6 +10,7 @@ import torch
 
 from backends.forward import ForwardBatch
 from backends.state_pool import StatePool
+from kernels.cpu.state_layer import Recurrence, StateRows
 from kernels.linear_attention import CHUNK
 
 
@@ -120,10 +121,11 @@ class Plan:
     rounds: list[tuple[int, int, int]]  # first chunk, sequences, of which complete
     writes: Writes
     drafted: Drafted | None
+    native: Recurrence | None
 
 
-def make_plan(batch: ForwardBatch, pool: StatePool) -> Plan:
-    """What the pass reads and writes; the pool then counts its certain rows as done.
+def make_plan(batch: ForwardBatch, pool: StatePool, native: bool) -> Plan:
+    """What the pass reads and writes; the pool then counts its certain rows as done. native: for the native kernels.
 
     Raises RuntimeError where the state of a sequence is not that of the position at which it goes on.
     """
@@ -190,6 +192,7 @@ def make_plan(batch: ForwardBatch, pool: StatePool) -> Plan:
         rounds=rounds,
         writes=make_writes(spans, order, before + 1, certain, device),
         drafted=drafted,
+        native=_native(spans, order, certain, pool, drafted) if native else None,
     )
     for i, span in enumerate(spans):
         if i in certain:
@@ -244,6 +247,32 @@ def _rounds(ordered: Sequence[Span]) -> list[tuple[int, int, int]]:
         rounds.append((first, sequences, sum(span.complete(span.num_rows) > number for span in ordered)))
         first += sequences
     return rounds
+
+
+def _native(
+    spans: Sequence[Span],
+    order: Sequence[int],
+    certain: Mapping[int, int],
+    pool: StatePool,
+    drafted: Drafted | None,
+) -> Recurrence:
+    """The same for the native kernels: states that are certain go to the pool, others to what is kept of the pass."""
+    place_of = {index: place for place, index in enumerate(order)}
+    described = []
+    for index, span in enumerate(spans):
+        stores = []
+        if index in certain:
+            for end, to in ((span.num_rows, span.table_row), *span.checkpoints):
+                if completed := span.complete(end):
+                    stores.append((completed - 1, pool.recurrent[:, to]))
+        else:
+            assert drafted is not None
+            place = place_of[index]
+            stores = [(n, drafted.states[n][:, place]) for n in range(span.complete(span.num_rows))]
+        described.append(
+            StateRows(span.table_row, span.first_row, span.num_rows, span.start, index in certain, stores)
+        )
+    return Recurrence(described)
 
 
 def make_writes(

@@ -86,6 +86,8 @@ def _load() -> ctypes.CDLL | str:
         "tandem_step": (int32, (pointer, pointer)),
         "tandem_context": (int32, (pointer, pointer)),
         "tandem_attention": (int32, (pointer,)),
+        "tandem_recur": (int32, (pointer,)),
+        "tandem_convolve": (int32, (pointer,)),
     }
     another = f"{path.name} is of another version (python -m kernels.cpu.build makes it anew)"
     for name, (result, arguments) in signatures.items():

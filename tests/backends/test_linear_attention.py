@@ -77,10 +77,13 @@ def some_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 240) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_state_after_a_verify_is_that_of_decoding_one_by_one(model: CausalLM, seed: int) -> None:
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_state_after_a_verify_is_that_of_decoding_one_by_one(
+    model: CausalLM, seed: int, native: bool
+) -> None:
     rng = random.Random(seed)
-    speculated, plain = Sequences(model), Sequences(model)
+    speculated, plain = Sequences(model, native=native), Sequences(model, native=native)
     rows = (0, 2, 3)
     prompts = {row: some_tokens(rng, rng.randint(1, 40)) for row in rows}
     assert speculated.extend(prompts).keys() == plain.extend(prompts).keys()
@@ -95,12 +98,13 @@ def test_the_state_after_a_verify_is_that_of_decoding_one_by_one(model: CausalLM
             assert_same_state(speculated, plain, row)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("seed", range(3))
 def test_checkpoints_are_the_states_at_their_positions_whatever_pass_crosses_them(
-    model: CausalLM, seed: int
+    model: CausalLM, seed: int, native: bool
 ) -> None:
     rng = random.Random(seed)
-    sequences = Sequences(model)
+    sequences = Sequences(model, native=native)
     pool = sequences.state_pool
     assert pool is not None
     boundaries = (16, 32, 64, 80)
@@ -118,7 +122,7 @@ def test_checkpoints_are_the_states_at_their_positions_whatever_pass_crosses_the
                 sequences.keep({2: kept})
             block = block[:kept]
         ids += block
-    alone = Sequences(model)
+    alone = Sequences(model, native=native)
     for position, token in enumerate(ids, 1):
         logits = alone.extend({0: [token]})[0]
         row = sequences.checkpoints[2].get(position)

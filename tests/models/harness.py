@@ -29,16 +29,18 @@ class Sequences:
         length: int = 160,
         backend: AttentionBackend | None = None,
         captured: bool = False,
+        native: bool = True,
     ) -> None:
+        """native: take native kernels where there are some."""
         self.model = model
-        self.backend = backend or TorchNativeBackend()
+        self.backend = backend or TorchNativeBackend(native)
         num_slots = rows * length + 5
         self.pool = KVPool(model.kv_layout(model.kv_dtype), num_slots, torch.device("cpu"))
         state_layout = model.state_layout()
         self.state_pool: StatePool | None = None
         if state_layout is not None:
             self.state_pool = StatePool(state_layout, rows, torch.device("cpu"), num_checkpoints=4)
-            self.backend = HybridLinearBackend(self.backend)
+            self.backend = HybridLinearBackend(self.backend, native)
         shuffled = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))[: rows * length]
         self.slot_table = shuffled.view(rows, length).int()
         self.lengths = [0] * rows

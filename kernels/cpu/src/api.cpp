@@ -122,3 +122,5 @@ EXPORT int32_t tandem_linear_by_expert(const Weight* first, int64_t stride, cons
 EXPORT int32_t tandem_step(const Model* model, const Batch* batch) { return run_step(*model, *batch); }
 EXPORT int32_t tandem_context(const ContextModel* model, const ContextRows* rows) { return run_context(*model, *rows); }
 EXPORT int32_t tandem_attention(const LayerAttentionCall* call) { return run_attention(*call); }
+EXPORT int32_t tandem_recur(const RecurrenceCall* call) { return run_recurrence(*call); }
+EXPORT int32_t tandem_convolve(const ConvolutionCall* call) { return run_convolution(*call); }

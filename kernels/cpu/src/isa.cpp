@@ -1,5 +1,6 @@
 // The kernels of one instruction set. Compiled once for each, with its own flags and TANDEM_ISA as its name.
 #include "linear.h"
+#include "recurrence.h"
 #include "attention.h"  // takes tile configurations from linear.h
 
 #define TEXT_OF(x) #x
@@ -21,6 +22,8 @@ const Kernels JOIN(kernels_, TANDEM_ISA) = {
     TANDEM_ISA::attend,
     TANDEM_ISA::merge,
     TANDEM_ISA::finish,
+    TANDEM_ISA::recur,
+    TANDEM_ISA::convolve,
     TANDEM_ISA::enter,
     TANDEM_ISA::leave,
 };

@@ -82,6 +82,16 @@ struct AttentionItem {
 // sums of the weights. It starts with -infinity and zeros.
 static inline int attention_row(int head_dim) { return head_dim + 16; }
 
+// What a row adds to a head's recurrent state and, where it has a query, reads of it: key and query [key_dim], value and
+// out one block of up to kStateColumns columns. beta is for the delta rule.
+constexpr int kStateColumns = 64, kStateChunk = 16;
+constexpr int kMostTaps = 16;  // of a convolution
+struct StateRow {
+    const float *key, *value, *query;
+    float* out;
+    float log_decay, beta;
+};
+
 struct Kernels {
     const char* name;
     // out [rows][16] = rows [row, row + rows) of the activations times tile `tile` of the weight, bias not added.
@@ -99,6 +109,10 @@ struct Kernels {
     void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);
     void (*merge)(int count, float* maxima, float* rows, const float* other_maxima, const float* other_rows, int head_dim);
     void (*finish)(const float* row, int head_dim, float* out);
+    // state [key_dim][kStateColumns] goes through the rows, one after another; `lanes` columns of it are there.
+    void (*recur)(const StateRow* rows, int count, int key_dim, int lanes, bool delta_rule, float* state);
+    // out [channels] = the sum of taps [count][channels] times weight [count][channels], plus bias where there is one.
+    void (*convolve)(const float* const* taps, const float* weight, const float* bias, int count, int channels, float* out);
     unsigned (*enter)();  // before and after a thread's work: tile registers, flush-to-zero
     void (*leave)(unsigned);
 };

@@ -3,6 +3,7 @@
 #include "context.h"
 #include "paged_attention.h"
 #include "products.h"
+#include "state_layer.h"
 
 namespace {
 
@@ -307,6 +308,23 @@ StepStatus run_attention(const LayerAttentionCall& call) {
     const StepStatus status = job.pass.check(call.tokens, call.out_slots);
     if (status != kDone || call.tokens == 0) return status;
     return run_job(job, threads);
+}
+
+StepStatus run_recurrence(const RecurrenceCall& call) {
+    std::lock_guard<std::mutex> lock(in_use);
+    const int threads = min(team_size(), call.spans * call.heads);
+    if (threads == 0) return kDone;
+    Recurrence job{call, threads};
+    return run_job(job, threads);
+}
+
+StepStatus run_convolution(const ConvolutionCall& call) {
+    if (call.taps > kMostTaps) return kBadLength;
+    std::lock_guard<std::mutex> lock(in_use);
+    Convolution job{call};
+    constexpr int64_t worth_a_thread = 1 << 15;  // products: a thread that waits for work takes longer to wake up
+    const int64_t products = (int64_t)call.rows * call.taps * call.channels;
+    return run_job(job, max(1, min(team_size(), (int)(products / worth_a_thread))));
 }
 
 StepStatus run_linear_by_expert(const Weight& first, int64_t stride, const int32_t* counts, int experts, const float* x,

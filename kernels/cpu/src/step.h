@@ -69,11 +69,44 @@ struct LayerAttentionCall {
     float* out;  // [tokens][heads][head_dim]
 };
 
+// (python) Rows of one sequence in a pass over layers with recurrent state: positions from `start` on. Its stores are
+// those from first_store on, in order of their chunks. is_certain: none of them is a draft.
+struct StateSpan {
+    int32_t table_row, first_row, rows, start, is_certain, first_store, stores, reserved;
+};
+
+// (python) Where the state at the end of the chunk-th chunk that a span touches goes: `to` in layer 0, and so many floats
+// further in each next layer.
+struct StateStore {
+    int64_t chunk, layer_stride;
+    float* to;
+};
+
+// (python) Linear attention of one layer; tensors as in backends/linear_attention.py and backends/state_pool.py.
+struct RecurrenceCall {
+    int32_t spans, layer, heads, key_heads, key_dim, value_dim, delta_rule, reserved;
+    const StateSpan* span;
+    const StateStore* store;
+    const float *query, *rows;  // [T][key_heads][key_dim], [T][sum of row_parts]
+    const float* recurrent;     // of this layer
+    float *recent, *out;        // of this layer, [T][heads][value_dim]
+};
+
+// (python) A causal depthwise convolution: row r has tap t at inputs[tap_rows[t][r]].
+struct ConvolutionCall {
+    int32_t rows, taps, channels, reserved;
+    const int64_t* tap_rows;             // [taps][rows]
+    const float *inputs, *weight, *bias;  // [.][channels], [taps][channels], [channels] or null
+    float* out;                          // [rows][channels]
+};
+
 enum StepStatus { kDone, kBadToken, kBadPosition, kBadSlot, kBadLength, kNoMemory };
 
 StepStatus run_step(const Model& model, const Batch& batch);
 StepStatus run_context(const ContextModel& model, const ContextRows& rows);
 StepStatus run_attention(const LayerAttentionCall& call);
+StepStatus run_recurrence(const RecurrenceCall& call);
+StepStatus run_convolution(const ConvolutionCall& call);
 
 // x [rows][columns] float32 to out [rows][weight.rows], bias added.
 StepStatus run_linear(const Weight& weight, const float* x, int rows, float* out);

@@ -46,4 +46,5 @@ int team_size();
 void set_team_size(int threads);
 
 // Runs work(argument, member) on up to `most` members, the caller among them; one call at a time, others wait.
+// By itself the caller runs it at once.
 void run_on_team(int most, void (*work)(void*, const Member&), void* argument);
