@@ -219,12 +219,38 @@ void attend() {
     }
 }
 
+void state() {
+    constexpr int count = 5, key_dim = 19;
+    for (int lanes : {7, 16, 40, kStateColumns}) {
+        const std::vector<float> keys = numbers(count * key_dim, 0.3f), values = numbers(count * kStateColumns);
+        const std::vector<float> before = numbers(key_dim * kStateColumns);
+        for (bool delta_rule : {false, true}) {
+            const size_t outputs = (size_t)count * lanes;
+            compare("recur", lanes, outputs + before.size(), [&](const Kernels& k, float* out) {
+                StateRow rows[count];
+                for (int r = 0; r < count; r++) {
+                    const float* key = &keys[r * key_dim];
+                    rows[r] = {key, &values[r * kStateColumns], keys.data(), out + r * lanes, -0.2f * r, 0.1f * r};
+                }
+                std::memcpy(out + outputs, before.data(), sizeof(float) * before.size());
+                k.recur(rows, count, key_dim, lanes, delta_rule, out + outputs);
+            });
+        }
+    }
+    const std::vector<float> inputs = numbers(4 * 50), weight = numbers(4 * 50), bias = numbers(50);
+    const float* taps[] = {&inputs[0], &inputs[50], &inputs[150]};
+    for (const float* added : {bias.data(), (const float*)nullptr})
+        compare("convolve", added != nullptr, 50, [&](const Kernels& k, float* out) {
+            k.convolve(taps, weight.data(), added, 3, 50, out);
+        });
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
     const std::pair<const char*, void (*)()> cases[] = {
         {"linear", linear}, {"dequantise", dequantise}, {"quantise", quantise}, {"rows", rows},
-        {"write_kv", write_kv}, {"attend", attend}, {"isa", [] { std::puts(tandem_isa()); }},
+        {"write_kv", write_kv}, {"attend", attend}, {"state", state}, {"isa", [] { std::puts(tandem_isa()); }},
     };
     for (const auto& [name, run] : cases)
         if (std::strcmp(name, arguments[1]) == 0) return run(), 0;

@@ -40,7 +40,7 @@ def run(program: Path, case: str, cpu: str = "max") -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("case", ("linear", "dequantise", "quantise", "rows", "write_kv", "attend"))
+@pytest.mark.parametrize("case", ("linear", "dequantise", "quantise", "rows", "write_kv", "attend", "state"))
 def test_neon_computes_what_plain_cpp_does(agree: Path, case: str) -> None:
     run(agree, case)
 
