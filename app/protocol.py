@@ -1,11 +1,12 @@
 """Wire types of requests: what the OpenAI API and vLLM's extensions of it accept, checked as they are parsed.
 
-Types are strict (a string is not a number), unknown fields are ignored, and fields that would change the answer in
-ways not supported here are refused by name.
+Types are strict (a string is not a number). Fields that would change the answer in ways not supported here are refused
+by name, and so are slips in a name; other unknown fields are ignored, as clients send some of their own.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -102,6 +103,8 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
     "ebnf": (),
     "grammar": ("",),
     "guided_choice": (),
@@ -109,10 +112,12 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "json_schema": (),
+    "length_penalty": (1,),
     "logits_processors": ([],),
     "lora": ([],),
     "lora_path": (),
     "lora_request": (),
+    "mirostat": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
@@ -120,8 +125,18 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
+    "xtc_probability": (0,),
 }
+# What other servers call fields of ours.
+_OURS = {
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "temp": "temperature",
+}
+_NEAR = 0.81  # max_tokns is so near to max_tokens, best_of is not to bad_words
 
 
 class GenerationBody(WireModel):
@@ -161,11 +176,23 @@ class GenerationBody(WireModel):
     @model_validator(mode="after")
     def _check_common(self) -> GenerationBody:
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and value is not None and value not in self.unsupported[name]:
-                raise bad_request(f"`{name}` is not supported", name, "unsupported_parameter")
+            if value is None:
+                continue
+            if name in self.unsupported:
+                if value not in self.unsupported[name]:
+                    raise bad_request(f"`{name}` is not supported", name, "unsupported_parameter")
+            elif meant := self._meant(name):
+                raise bad_request(f"there is no `{name}`; did you mean `{meant}`?", name)
         if self.stream_options is not None and not self.stream:
             raise bad_request("`stream_options` needs `stream` to be true", "stream_options")
         return self
+
+    @classmethod
+    def _meant(cls, name: str) -> str | None:
+        """The field that an unknown one is a slip of. Others are no concern of ours: clients send their own."""
+        written = name.replace("-", "_")
+        near = difflib.get_close_matches(written, cls.model_fields, 1, _NEAR)
+        return _OURS.get(written) or (near[0] if near else None)
 
     @property
     def include_usage(self) -> bool:

@@ -163,6 +163,22 @@ def test_fields_of_chat_are_checked(client: httpx.Client, fields: dict, param: s
 
 
 @pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_tokns", "max_tokens"),
+        ("temprature", "temperature"),
+        ("top-p", "top_p"),
+        ("n_predict", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("completion_tokens", "max_completion_tokens"),
+    ],
+)
+def test_a_slip_in_a_field_is_told(client: httpx.Client, name: str, meant: str) -> None:
+    error = assert_error(client.post(CHAT, json={**message(), name: 1}), 400, name)
+    assert f"`{meant}`" in error["message"]
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"store": True},
@@ -170,6 +186,8 @@ def test_fields_of_chat_are_checked(client: httpx.Client, fields: dict, param: s
         {"n": 1, "best_of": 1},
         {"made_up": 5},
         {"use_beam_search": False},
+        {"typical_p": 1.0, "mirostat": 0, "cache_prompt": True, "top_n": None},
+        {"models": None, "session_id": "x", "chat_id": "y", "metadata": {}, "prompt_cache_key": "z"},
     ],
     ids=str,
 )
