@@ -144,8 +144,8 @@ class EngineSettings:
         KVCacheDtype,
         Parameter(
             group=_MEMORY,
-            help="What keys and values are held in. auto: as computed. fp8 and int8 hold twice as many tokens "
-            "as bfloat16, with some error.",
+            help="What keys and values are held in. auto: as computed. A token takes half as much memory in fp8 "
+            "and int8 as in bfloat16, with some error.",
         ),
     ] = _CACHE.kv_cache_dtype
     speculative_draft_kv_cache_dtype: Annotated[

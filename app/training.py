@@ -138,7 +138,7 @@ def learn(
     try:
         trainer = Trainer(target, shape, examples, states, out / RUN, options)
     except ValueError as error:
-        raise SettingsError(f"--data: {error}") from error
+        raise SettingsError(str(error)) from error
     answered = sum(int((example.ends > 0).sum()) for example in examples)
     facts = Facts(
         target=files.name,

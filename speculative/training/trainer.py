@@ -76,7 +76,10 @@ class Trainer:
         self._evaluated = [i for i, example in enumerate(examples) if held_out(example)][:_EVALUATED]
         training = [i for i, example in enumerate(examples) if not held_out(example)]
         if not self._evaluated or not training:
-            raise ValueError(f"{len(examples)} examples are too few to train and to evaluate on")
+            raise ValueError(
+                f"{len(examples)} examples are too few: one in 50 is held out, and there are none to "
+                f"{'train' if self._evaluated else 'evaluate'} on. Raise --tokens, or name more --data"
+            )
         group = max(1, options.anchors_per_step // options.anchors_per_example)
         self._sampler = Sampler(examples, training, group, options.seed)
         self._features_width = len(shape.target_layer_ids) * shape.hidden_size
