@@ -113,6 +113,8 @@ class Scheduler:
                 continue
             decoding = request.pending == 1
             tokens = 1 if decoding else min(request.pending, budget)
+            if request.pending - tokens == 1 and tokens > 1:
+                tokens -= 1  # a last chunk of one token would look like a decode row
             if tokens == 0 or not self._reserve(request, tokens):
                 continue
             if not decoding:

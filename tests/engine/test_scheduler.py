@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -79,6 +80,18 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_requests() -> None:
         [("short", 1, True), ("long", 4, True)],
         [("short", 1, True), ("long", 1, True)],
     ]
+
+
+@pytest.mark.parametrize("length", range(7, 20))
+def test_a_complete_prompt_is_shared_at_once_whatever_its_last_chunk(length: int) -> None:
+    scheduler, prompt = build(chunk=8), list(range(10, 10 + length))
+    scheduler.add(request("first", prompt))
+    while not any(step.samples for step in run_one(scheduler)):
+        pass
+    second = request("second", prompt)
+    scheduler.add(second)
+    run_one(scheduler)
+    assert second.prefix_hit_tokens == length - 1
 
 
 def test_a_fully_cached_prompt_still_recomputes_its_last_token() -> None:
