@@ -208,7 +208,7 @@ class Watch:
         self._idle = 0  # steps awake since drafts paid
         self._left: int = 0 if like is None else like._left  # of a nap
         self._nap: int = FIRST_NAP if like is None else like._nap  # steps of the next one
-        self.pays = False  # drafts did lately
+        self.pays = True  # drafts did lately, for all that is known
 
     @property
     def is_awake(self) -> bool:

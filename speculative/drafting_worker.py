@@ -4,7 +4,7 @@ is measured to pay for each request in each step."""
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,13 +45,14 @@ class _Source:
 
 @dataclass(slots=True)
 class _Drafting:
-    """What is kept for a request. `worth` is that of the model's drafts for it; `long`: the last one of them was worth
-    verifying to its end, or beyond what a short one has."""
+    """What is kept for a request. `worth` is that of the model's drafts for it; `pays`: one was made in this step that
+    is expected to pay; `long`: the last one of them was worth verifying to its end, or beyond what a short one has."""
 
     lookup: _Source
     model: _Source
     worth: DraftWorth
     watch: Watch
+    pays: bool = False
     index: NgramIndex | None = None
     long: bool = False
 
@@ -154,12 +155,16 @@ class DraftingWorker(SpeculativeWorker):
         tried, agreed = self._learn(state.model, request, emitted)
         if self._alarm is not None and tried and request.sampling.temperature == 0:
             self._alarm.observe(tried, agreed)
+        if self._uses_model(request):
+            state.watch.step(state.pays)
+            self._watch.step(state.pays)
+            state.pays = False
 
     def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
         usable = super().usable_prefix(request, slots)
         if self._drafter is None or not self._uses_model(request):
             return usable
-        if self._algorithm(request) == "auto" and not self._watch.pays:
+        if not self._watch.pays:
             return usable  # a draft can do without some of the context, and there may never be one
         return min(usable, self._drafter.usable_prefix(request, slots))
 
@@ -186,9 +191,7 @@ class DraftingWorker(SpeculativeWorker):
 
     def _follows(self, request: Request) -> bool:
         """Whether the model reads what the target computes for the request, and may draft for it."""
-        if self._algorithm(request) == "auto":
-            return self._drafter is not None and self._state(request).watch.is_awake
-        return self._uses_model(request)
+        return self._uses_model(request) and self._state(request).watch.is_awake
 
     def _state(self, request: Request) -> _Drafting:
         state = self._drafting.get(request)
@@ -226,7 +229,6 @@ class DraftingWorker(SpeculativeWorker):
             for request, state, limit in zip(requests, states, limits, strict=True)
         ]
         chosen, pays = self._prospects_chosen(states, rooms, rows) if any(rooms) else NOBODY
-        self._watch_over(requests, states, chosen if pays else ())
         if not chosen:
             return 0
         start = time.perf_counter()
@@ -235,6 +237,7 @@ class DraftingWorker(SpeculativeWorker):
         pass_rows = drafter.pass_rows(within)
         self._controller.observe_drafting(pass_rows, time.perf_counter() - start)
         for i, proposal in zip(chosen, proposals, strict=True):
+            states[i].pays = pays
             source = states[i].model
             source.proposal = proposal
             chances = source.rates.chances(proposal.levels)
@@ -252,15 +255,6 @@ class DraftingWorker(SpeculativeWorker):
             for state, room in zip(states, rooms, strict=True)
         ]
         return self._controller.choose(prospects, rows, self._drafter.pass_rows([max(rooms)]))
-
-    def _watch_over(
-        self, requests: Sequence[Request], states: Sequence[_Drafting], paid: Collection[int]
-    ) -> None:
-        """A step, in which drafts of the model for the requests at the indices `paid` are expected to pay."""
-        for i, (request, state) in enumerate(zip(requests, states, strict=True)):
-            if self._algorithm(request) == "auto":
-                state.watch.step(i in paid)
-                self._watch.step(i in paid)
 
     def _note_lengths(
         self, states: Sequence[_Drafting], chosen: Sequence[_Source], lengths: Sequence[int]

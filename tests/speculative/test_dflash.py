@@ -170,20 +170,18 @@ class Reading(Recorded):
 
 def test_a_text_whose_drafts_do_not_pay_is_read_again_after_a_nap(pair: Pair) -> None:
     drafter, prompt = Reading(pair), PROMPTS[0]
-    with serving(pair, "auto", controller=Never(), drafter=drafter) as served:
+    with serving(pair, controller=Never(), drafter=drafter) as served:
         served.ask(prompt, max_tokens=PATIENCE + FIRST_NAP + 20)
     (read,) = drafter.read.values()
     assert len(prompt) + PATIENCE + 10 < read < len(prompt) + PATIENCE + 30
 
 
-def test_what_comes_during_a_nap_is_not_read_unless_the_model_is_asked_for(pair: Pair) -> None:
+def test_what_comes_during_a_nap_is_not_read(pair: Pair) -> None:
     drafter = Reading(pair)
-    with serving(pair, "auto", controller=Never(), drafter=drafter) as served:
+    with serving(pair, controller=Never(), drafter=drafter) as served:
         served.ask(PROMPTS[0], max_tokens=PATIENCE + 10)
         served.ask(PROMPTS[1], max_tokens=LENGTH)
-        served.ask(PROMPTS[2], "dflash", max_tokens=LENGTH)
-    assert len(drafter.read) == 2
-    assert list(drafter.read.values())[1] == len(PROMPTS[2]) + LENGTH - 1
+    assert len(drafter.read) == 1
 
 
 def test_a_request_that_opts_in_midway_drafts_from_what_is_known_of_it(

@@ -14,10 +14,10 @@ def steps_until(watch: Watch, awake: bool, paid: bool = False) -> int:
     return steps
 
 
-def test_it_begins_awake_without_having_paid() -> None:
+def test_it_begins_awake_and_hopeful() -> None:
     watch = Watch()
     assert watch.is_awake
-    assert not watch.pays
+    assert watch.pays
 
 
 def test_it_stays_awake_while_drafts_pay_now_and_then() -> None:

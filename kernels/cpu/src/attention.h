@@ -203,13 +203,17 @@ static void attend_over(const AttentionItem& item, int first_split, int last_spl
     const size_t stride = attention_row(item.head_dim);
     float* partial = (float*)scratch;
     float* rest = partial + kQueryBlock * stride;
+#if defined(__AMX_BF16__)
+    const TileMemory memory = tile_memory(rest, item.head_dim);
+    if constexpr (kDtype != kKvFloat32)
+        for (int q = 0; q < item.count; q += kTileRows)
+            lay_queries(item, q, queries_from(item, q), lanes_of(queries_from(item, q)), memory);
+#endif
     for (int split = first_split; split < last_split; split++) {
         const int base = split * kKvSplit, end = base + kKvSplit < item.context ? base + kKvSplit : item.context;
 #if defined(__AMX_BF16__)
         if constexpr (kDtype != kKvFloat32) {
-            int first = 0, last = item.count;
-            narrow(item, base, end, first, last);
-            attend_split<kDtype>(item, base, first, last, maxima, rows, tile_memory(rest, item.head_dim));
+            attend_split<kDtype>(item, base, maxima, rows, memory);
             continue;
         }
 #endif

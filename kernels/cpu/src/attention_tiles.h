@@ -22,7 +22,7 @@ static inline int padded_dim(int head_dim) { return (head_dim + kTileDims - 1) /
 
 // Parts of an item's scratch memory. `pairs` are two bfloat16 in a dword: of neighbouring dimensions or positions.
 struct TileMemory {
-    uint32_t* queries;        // pairs of dimensions [padded dim / 2][lanes]
+    uint32_t* queries;        // pairs of dimensions [padded dim / 2][lanes], for each 16 of the item
     uint16_t* rows;           // queries or keys that are copied [16][padded dim]
     float* scores;            // [128][lanes], then probabilities
     uint32_t* probabilities;  // pairs of positions [64][lanes]
@@ -31,6 +31,9 @@ struct TileMemory {
     float* sums;              // weighted values [16][padded dim]
 };
 
+// Dwords of 16 queries, and of what their last line has beyond the lanes.
+static inline int query_words(int head_dim) { return padded_dim(head_dim) / 2 * kTileRows + kTileRows; }
+
 static inline TileMemory tile_memory(float* scratch, int head_dim) {
     const int padded = padded_dim(head_dim);
     TileMemory memory;
@@ -38,7 +41,7 @@ static inline TileMemory tile_memory(float* scratch, int head_dim) {
     memory.probabilities = (uint32_t*)(memory.scores + kKvSplit * kTileRows);
     memory.weights = memory.probabilities + kKvSplit / 2 * kTileRows;
     memory.queries = memory.weights + kKvSplit / 2 * kTileRows;
-    memory.rows = (uint16_t*)(memory.queries + padded / 2 * kTileRows + kTileRows);
+    memory.rows = (uint16_t*)(memory.queries + kQueryBlock / kTileRows * query_words(head_dim));
     memory.values = (uint32_t*)(memory.rows + kTileRows * padded);
     memory.sums = (float*)(memory.values + kKvSplit / 2 * padded);
     return memory;
@@ -87,8 +90,15 @@ static inline f32 exp2_of(f32 x) {
 static inline f32 swap_halves(f32 a) { return _mm512_shuffle_f32x4(a, a, 0x4e); }
 static inline f32 swap_quarters(f32 a) { return _mm512_shuffle_f32x4(a, a, 0xb1); }
 
+// Queries that go through tiles together, from `begin` on.
+static inline int queries_from(const AttentionItem& item, int begin) {
+    return item.count - begin < kTileRows ? item.count - begin : kTileRows;
+}
+static inline int lanes_of(int queries) { return queries <= 4 ? 4 : queries <= 8 ? 8 : 16; }
+
 // Pairs of dimensions of queries [begin, begin + count), rounded, as columns.
 static void lay_queries(const AttentionItem& item, int begin, int count, int lanes, const TileMemory& memory) {
+    uint32_t* to = memory.queries + begin / kTileRows * query_words(item.head_dim);
     const int padded = padded_dim(item.head_dim);
     const char* rows[kTileRows];
     for (int q = 0; q < kTileRows; q++) {
@@ -104,7 +114,7 @@ static void lay_queries(const AttentionItem& item, int begin, int count, int lan
     i32 lines[4];
     for (int pair = 0; pair < padded / 2; pair += 4) {  // what a line has beyond the lanes, the next one overwrites
         transpose4(rows, (size_t)pair * 4, lines);
-        for (int j = 0; j < 4; j++) store_i(memory.queries + (size_t)(pair + j) * lanes, lines[j]);
+        for (int j = 0; j < 4; j++) store_i(to + (size_t)(pair + j) * lanes, lines[j]);
     }
 }
 
@@ -143,7 +153,8 @@ static inline const char* key_rows(const AttentionItem& item, int base, uint16_t
 
 // scores [positions][lanes] of positions from `base`, not scaled.
 template <KvDtype kDtype>
-static void score_keys(const AttentionItem& item, int base, int positions, int lanes, const TileMemory& memory) {
+static void score_keys(const AttentionItem& item, int base, int positions, int begin, int lanes, const TileMemory& memory) {
+    const uint32_t* queries = memory.queries + begin / kTileRows * query_words(item.head_dim);
     const size_t lane_bytes = (size_t)lanes * 4;
     for (int p = 0; p < positions; p += kTileRows) {
         size_t stride;
@@ -151,7 +162,7 @@ static void score_keys(const AttentionItem& item, int base, int positions, int l
         tile_zero<kScores>();
         for (int d = 0; d < item.head_dim; d += kTileDims) {
             tile_load<kCache>(keys + 2 * d, stride);
-            tile_load<kQueries>(memory.queries + (size_t)d / 2 * lanes, lane_bytes);
+            tile_load<kQueries>(queries + (size_t)d / 2 * lanes, lane_bytes);
             tile_multiply<kScores, kCache, kQueries>();
         }
         tile_store<kScores>(memory.scores + (size_t)p * lanes, lane_bytes);
@@ -323,8 +334,7 @@ static void attend_in_lanes(const AttentionItem& item, int base, int positions, 
                             const SplitScales& scales, const TileMemory& memory, float* maxima, float* rows) {
     alignas(64) float split_maxima[16], totals[16];
     configure_attention(count, kLanes);
-    lay_queries(item, begin, count, kLanes, memory);
-    score_keys<kDtype>(item, base, positions, kLanes, memory);
+    score_keys<kDtype>(item, base, positions, begin, kLanes, memory);
     soften<kDtype, kLanes>(item, base, positions, begin, count, scales, memory, split_maxima, totals);
     turn_probabilities(memory, positions, kLanes);
     const int padded = padded_dim(item.head_dim), tiles = padded / 16;
@@ -334,20 +344,21 @@ static void attend_in_lanes(const AttentionItem& item, int base, int positions, 
     take_split(memory, count, item.head_dim, split_maxima, totals, maxima, rows);
 }
 
-// Queries [begin, end) over the split at `base`. maxima and rows, of all queries, go on from what they hold.
+// The item over the split at `base`, once its queries are laid out. maxima and rows go on from what they hold.
 template <KvDtype kDtype>
-static void attend_split(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
-                         const TileMemory& memory) {
+static void attend_split(const AttentionItem& item, int base, float* maxima, float* rows, const TileMemory& memory) {
     const int left = item.context - base < kKvSplit ? item.context - base : kKvSplit;
     const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock;
     for (int p = 0; p < positions; p += kKvBlock)
         pair_values<kDtype>(item, base + p, memory.values + (size_t)p / 2 * padded_dim(item.head_dim));
     SplitScales scales;
     if constexpr (has_scales(kDtype)) take_scales(item, base, left, scales);
-    for (int q = begin; q < end; q += kTileRows) {
-        const int count = end - q < kTileRows ? end - q : kTileRows;
-        auto run = count <= 4   ? attend_in_lanes<kDtype, 4>
-                   : count <= 8 ? attend_in_lanes<kDtype, 8>
+    for (int q = 0; q < item.count; q += kTileRows) {
+        const int count = queries_from(item, q);
+        if (item.last[q + count - 1] <= base || item.first[q] >= base + left) continue;  // they go by position
+        const int lanes = lanes_of(count);
+        auto run = lanes == 4   ? attend_in_lanes<kDtype, 4>
+                   : lanes == 8 ? attend_in_lanes<kDtype, 8>
                                 : attend_in_lanes<kDtype, 16>;
         run(item, base, positions, q, count, scales, memory, maxima + q, rows + (size_t)q * attention_row(item.head_dim));
     }

@@ -129,7 +129,7 @@ const Kernels& kernels();  // those of this machine
 static inline size_t attention_scratch(int head_dim) {
     const size_t dim = (size_t)(head_dim + 31) / 32 * 32;
     const size_t in_blocks = kQueryBlock * kKvBlock + 2 * kKvBlock * dim;
-    const size_t in_tiles = 16 * (2 * kKvSplit + 1) + (8 + 8 + kKvSplit / 2 + 16) * dim;
+    const size_t in_tiles = 16 * (2 * kKvSplit + 2) + (2 * 8 + 8 + kKvSplit / 2 + 16) * dim;
     return kQueryBlock * attention_row(head_dim) + (in_blocks > in_tiles ? in_blocks : in_tiles);
 }
 
