@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -100,16 +100,6 @@ class Cache:
         if shape.window is not None:
             hidden |= distance >= shape.window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-
-
-@pytest.fixture(params=library.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has."""
-    before = library.isa()
-    if not library.set_isa(request.param):
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    library.set_isa(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,22 +15,13 @@ from hypothesis import strategies as st
 from kernels.cpu import library
 from kernels.cpu.linear import can_pack, dequantize, linear, pack, select_rows, slice_rows
 from kernels.packed import PackedWeight, pack_float
+from tests.native import needs_native
 
-pytestmark = pytest.mark.skipif(not library.available(), reason=str(library.reason()))
+pytestmark = needs_native
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 37, 512  # the last tile of 16 rows is not full
-
-
-@pytest.fixture(params=library.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has."""
-    before = library.isa()
-    if not library.set_isa(request.param):
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    library.set_isa(before)
 
 
 def file_weight(name: str, rows: int = ROWS, columns: int = COLUMNS) -> PackedWeight:

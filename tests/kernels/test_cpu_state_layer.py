@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,16 +21,6 @@ LENGTH, ROWS, LAYERS, LAYER = 5 * CHUNK + 3, 3, 2, 1
 # Heads, keys that they share, width of a key, of a value: one block of columns, parts of one, and several.
 SHAPES = [(4, 2, 8, 12), (3, 3, 17, 16), (2, 1, 24, 64), (2, 2, 16, 150)]
 Shape = tuple[int, int, int, int]
-
-
-@pytest.fixture(params=library.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set that this processor has."""
-    before = library.isa()
-    if not library.set_isa(request.param):
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    library.set_isa(before)
 
 
 class States:

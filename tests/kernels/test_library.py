@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels.cpu import library
 from kernels.cpu.build import SOURCES
+from tests.native import needs_native
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_one_that_is_not_ours_is_done_without_and_says_why(path: str, reason: st
     assert reason in out.stdout
 
 
-@pytest.mark.skipif(not library.available(), reason=str(library.reason()))
+@needs_native
 def test_one_built_from_other_sources_is_not_used(tmp_path: Path) -> None:
     """Calls pass structs, whose layout may have changed."""
     shutil.copytree(SOURCES.parents[2] / "kernels", tmp_path / "kernels")
