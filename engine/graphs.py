@@ -32,6 +32,9 @@ class StepGraph(Protocol):
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits of `batch.logits_rows` [L, vocab_size] float32, and captured hidden states by layer."""
 
+    def choose(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best token of each of `batch.logits_rows`, [L] int64, and its probability, [L] float32."""
+
 
 class NativeGraph:
     """A native step plan over one pool. It takes every pass, so no other path ever fills that pool's slots."""
@@ -44,20 +47,24 @@ class NativeGraph:
         return batch.kv_pool is self._pool
 
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        return self._plan.run(
-            StepBatch(
-                input_ids=batch.input_ids,
-                positions=batch.positions,
-                out_slots=batch.out_slots,
-                query_lens=batch.query_lens,
-                context_lens=batch.context_lens,
-                slot_table=batch.slot_table,
-                table_rows=batch.table_rows,
-                logits_rows=batch.logits_rows,
-                kv=self._pool.tensors(),
-                causal=batch.causal,
-                capture_layers=batch.capture_layers,
-            )
+        return self._plan.run(self._step(batch))
+
+    def choose(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._plan.choose(self._step(batch))
+
+    def _step(self, batch: ForwardBatch) -> StepBatch:
+        return StepBatch(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            out_slots=batch.out_slots,
+            query_lens=batch.query_lens,
+            context_lens=batch.context_lens,
+            slot_table=batch.slot_table,
+            table_rows=batch.table_rows,
+            logits_rows=batch.logits_rows,
+            kv=self._pool.tensors(),
+            causal=batch.causal,
+            capture_layers=batch.capture_layers,
         )
 
 

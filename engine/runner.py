@@ -310,6 +310,15 @@ class ModelRunner:
             logits = self.model.logits(hidden.last[batch.logits_rows])
         return PassResult(logits, dict(hidden.captured))
 
+    @torch.inference_mode()
+    def choose(self, batch: ForwardBatch) -> tuple[list[int], list[float]] | None:
+        """The best token of each of `batch.logits_rows` and its probability, where a captured pass can choose them
+        itself; None where only `forward` runs this batch."""
+        if self._graph is None or not self._graph.fits(batch):
+            return None
+        tokens, chances = self._graph.choose(batch)
+        return tokens.tolist(), chances.tolist()
+
     def commit_state(self, kept: Mapping[int, int]) -> None:
         """Commit recurrent state after a verify: `kept[table_row]` of the rows of that sequence's block stand."""
         assert self.attn_backend is not None

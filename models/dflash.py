@@ -3,7 +3,8 @@
 It sees a token in one of two ways. The *context pass* turns what the target computed for a known token into the
 keys and values of every layer here. The *block pass* is a pass like any decoder's, over the last token and
 `block_size - 1` mask tokens at the positions behind it: each of them sees the context and all of the block, and
-its logits are those of the token *at* its own position.
+its logits are those of the token *at* its own position. A drafter that has a `successor` then goes through a block
+token by token: each one adds to the logits of the next what it says about it (speculative/training/model.py).
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ class DFlashLayer(DecoderLayer):
         outer = get_forward_context()
         with forward_context(replace(outer.batch, causal=True), outer.backend):
             return super().forward(hidden, rotation)
+
+
+class Successor(torch.nn.Module):
+    """What a token says about the next one: from its embedding to what that adds to the next one's hidden state."""
+
+    def __init__(self, norm: RMSNorm, proj: Linear) -> None:
+        super().__init__()
+        self.norm, self.proj = norm, proj
+
+    def forward(self, embedded: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.proj(self.norm(embedded))
+        return out
 
 
 class DFlashDrafter(Decoder):
@@ -77,12 +90,24 @@ class DFlashDrafter(Decoder):
         self._context_kv = key_value_rows([attention.qkv_proj for attention in attentions], rows)
         k_norms = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
         self._k_norms = RMSNorm(torch.stack(k_norms).unsqueeze(1), eps)
+        self.successor: Successor | None = None
+        if source.has("model.successor.weight"):
+            self.successor = Successor(
+                RMSNorm(source.vector("model.successor_norm.weight", hidden), eps),
+                Linear.load(source, "model", ("successor",), (hidden,), hidden, bias=False),
+            )
         self._context_plan = self._native_context()
 
     @property
     def context_length(self) -> int:
         """Positions that it can draft for end before this one."""
         return self.config.context_length
+
+    @torch.inference_mode()
+    def successor_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """What tokens add to the logits of those that follow them: [N] int64 to [N, L] float32."""
+        assert self.successor is not None
+        return self.logits(self.successor(self.embed_tokens(token_ids)))
 
     @torch.inference_mode()
     def write_context(

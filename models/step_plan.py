@@ -10,7 +10,7 @@ from kernels.cpu.linear import is_packed
 from kernels.cpu.step_plan import LayerWeights, StepPlan, StepSpec, unsupported
 from models.base import CausalLM
 from models.decoder import Decoder
-from models.dflash import DFlashLayer
+from models.dflash import DFlashDrafter, DFlashLayer
 from models.gemma3 import Gemma3DecoderLayer, GemmaRMSNorm
 from models.layers import DecoderLayer, GatedMLP, Linear, RMSNorm
 from models.rotary import RotaryEmbedding
@@ -44,12 +44,20 @@ def step_plan(model: CausalLM) -> StepPlan | str:
     if why_not is not None:
         return why_not
     (head,) = model.lm_head.weights
+    token_ids, successor = None, None
+    if isinstance(model, DFlashDrafter):
+        token_ids = model.draft_token_ids
+        if model.successor is not None:
+            (matrix,) = model.successor.proj.weights
+            successor = _norm(model.successor.norm), matrix
     return StepPlan(
         spec,
         [_layer(layer, model.rope_of(layer_id)) for layer_id, layer in enumerate(layers)],
         model.embed_tokens.weight,
         _norm(model.norm),
         head,
+        token_ids,
+        successor,
     )
 
 

@@ -23,6 +23,16 @@ def chain_room(request: Request, num_draft_tokens: int, limit: int) -> int:
     return max(0, min(num_draft_tokens - 1, limit - request.num_tokens + 1))
 
 
+def last_tokens(requests: Sequence[Request], drafted: Sequence[Proposal]) -> list[int]:
+    """The last token of each request with what was drafted for it."""
+    return [
+        draft.token_ids[-1]
+        if draft.token_ids
+        else request.token_ids(request.num_tokens - 1, request.num_tokens)[0]
+        for request, draft in zip(requests, drafted, strict=True)
+    ]
+
+
 def draft_chains(
     next_logits: NextLogits,
     requests: Sequence[Request],

@@ -1,5 +1,5 @@
 """Drafting with DFlash: what the target computed for known tokens becomes the drafter's context, then one pass
-drafts a block."""
+drafts a block, and where the drafter has a successor head its tokens are chosen one after another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from engine.runner import ModelRunner
 from models.dflash import DFlashDrafter
+from speculative.chain import draft_chains, last_tokens
 from speculative.features import FeatureDrafter, Span
-from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal, choose
+from speculative.proposal import (
+    DraftVocabulary,
+    MakeSamplingRow,
+    Proposal,
+    choose,
+    hopeful,
+    takes_the_best,
+)
 
 
 class DFlash(FeatureDrafter):
@@ -69,11 +77,36 @@ class DFlash(FeatureDrafter):
     ) -> list[Proposal]:
         self.catch_up(requests)
         size = self._size(limits)
-        logits = self.runner.forward(self._block(requests, size)).logits.view(len(requests), size - 1, -1)
+        batch = self._block(requests, size)
+        if all(takes_the_best(request, self.vocabulary, sampling_row) for request in requests):
+            chosen = self.runner.choose(batch)
+            if chosen is not None:
+                choices = list(zip(*chosen, strict=True))
+                starts = range(0, len(choices), size - 1)
+                return [hopeful(choices[at : at + limit]) for at, limit in zip(starts, limits, strict=True)]
+        logits = self.runner.forward(batch).logits.view(len(requests), size - 1, -1)
+        if self._model.successor is not None:
+            return self._choose_in_order(logits, requests, limits, sampling_row)
         return [
             choose(rows[:limit], request, self.vocabulary, sampling_row)
             for rows, request, limit in zip(logits, requests, limits, strict=True)
         ]
+
+    def _choose_in_order(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        sampling_row: MakeSamplingRow,
+    ) -> list[Proposal]:
+        """Tokens by `logits` [len(requests), n, V'] and what each token says about the next."""
+
+        def next_logits(active: Sequence[int], drafted: Sequence[Proposal]) -> torch.Tensor:
+            before = last_tokens([requests[i] for i in active], drafted)
+            rows = logits[list(active), len(drafted[0].token_ids)]
+            return rows + self._model.successor_logits(self.tensor(before))
+
+        return draft_chains(next_logits, requests, limits, self.vocabulary, sampling_row)
 
     @property
     def short_draft(self) -> int:

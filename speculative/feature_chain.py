@@ -14,7 +14,7 @@ import torch
 from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from models.chain import FEATURES, ChainDrafter
-from speculative.chain import chain_room, draft_chains
+from speculative.chain import chain_room, draft_chains, last_tokens
 from speculative.features import FeatureDrafter, Span
 from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
 
@@ -108,9 +108,7 @@ class FeatureChain(FeatureDrafter):
             if len(active) < len(rows):
                 features = features.index_select(0, self.tensor([rows.index(i) for i in active]))
                 rows = list(active)
-            batch = self._batch(
-                [requests[i] for i in active], [draft.token_ids for draft in drafted], features
-            )
+            batch = self._batch([requests[i] for i in active], drafted, features)
             result = self.runner.forward(batch)
             features = result.captured[FEATURES]
             return result.logits
@@ -127,19 +125,15 @@ class FeatureChain(FeatureDrafter):
         return features if position == request.num_tokens - 2 else self._unknown[1]
 
     def _batch(
-        self, requests: Sequence[Request], drafted: Sequence[tuple[int, ...]], features: torch.Tensor
+        self, requests: Sequence[Request], drafted: Sequence[Proposal], features: torch.Tensor
     ) -> ForwardBatch:
         """A row for the last token of each request with what was drafted for it, as much for all."""
         pool, table = self.runner.kv_pool, self.runner.slot_table
         assert pool is not None and table is not None
-        length = len(drafted[0])
-        last = [
-            draft[-1] if draft else request.token_ids(request.num_tokens - 1, request.num_tokens)[0]
-            for request, draft in zip(requests, drafted, strict=True)
-        ]
+        length = len(drafted[0].token_ids)
         return ForwardBatch(
             mode=ForwardMode.DECODE,
-            input_ids=self.tensor(last),
+            input_ids=self.tensor(last_tokens(requests, drafted)),
             positions=self.tensor([request.num_tokens - 2 + length for request in requests]),
             out_slots=self.tensor([self.scratch(request)[length] for request in requests]),
             query_lens=(1,) * len(requests),

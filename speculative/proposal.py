@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,9 @@ from engine.request import Request
 from engine.sampler import SamplingRow, keep, sample, scale
 
 # Levels of confidence are where a drafter's own probability of its token lies between these.
-BOUNDS = np.array([0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.43, 0.52, 0.61, 0.7, 0.78, 0.86, 0.92, 0.97])
+BOUNDS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.43, 0.52, 0.61, 0.7, 0.78, 0.86, 0.92, 0.97)
 # What each level is worth before anything is known: the middle of its range, as if the drafter were calibrated.
-LEVEL_GUESSES = tuple(((np.concatenate(([0.0], BOUNDS)) + np.concatenate((BOUNDS, [1.0]))) / 2).tolist())
+LEVEL_GUESSES = tuple((low + high) / 2 for low, high in pairwise((0.0, *BOUNDS, 1.0)))
 # A draft ends behind a token that is less likely than this to be reached and accepted: no row is as cheap.
 _HOPELESS = 0.02
 # Of a row that is sampled only tokens get noise that are likelier than exp(-this) times the best: the others are next
@@ -65,18 +67,31 @@ def choose(
     its temperature, filters and noise at that position. Penalties, bias and min_tokens apply as they will to the
     target's.
     """
-    rows = logits.cpu().numpy()
+    drafted = hopeful(_each(logits.cpu().numpy(), request, vocabulary, sampling_row, before.token_ids))
+    return Proposal(before.token_ids + drafted.token_ids, before.levels + drafted.levels)
+
+
+def hopeful(choices: Iterable[tuple[int, float]]) -> Proposal:
+    """Of tokens and their probabilities, one behind another, as many of the first as there is any hope for."""
     tokens: list[int] = []
-    chances: list[float] = []
+    levels: list[int] = []
     hope = 1.0
-    for token, chance in _each(rows, request, vocabulary, sampling_row, before.token_ids):
+    for token, chance in choices:
+        if math.isnan(chance):
+            break
         tokens.append(token)
-        chances.append(chance)
+        levels.append(bisect_left(BOUNDS, chance))
         hope *= chance
         if hope < _HOPELESS:
             break
-    levels = np.searchsorted(BOUNDS, chances).tolist()
-    return Proposal(before.token_ids + tuple(tokens), before.levels + tuple(levels))
+    return Proposal(tuple(tokens), tuple(levels))
+
+
+def takes_the_best(request: Request, vocabulary: DraftVocabulary, sampling_row: MakeSamplingRow) -> bool:
+    """Whether the best token by the logits as they are is the one that the request is to get."""
+    if request.sampling.temperature != 0:
+        return False
+    return not sampling_row(request, vocabulary.size, ()).adjusts_logits
 
 
 def _each(

@@ -138,6 +138,9 @@ class _Model(ctypes.Structure):
         ("final_norm", ctypes.c_void_p),
         ("embedding", NativeWeight),
         ("head", NativeWeight),
+        ("token_ids", ctypes.c_void_p),
+        ("successor_norm", ctypes.c_void_p),
+        ("successor", NativeWeight),
     )
 
 
@@ -162,7 +165,8 @@ class _Batch(ctypes.Structure):
         ("capture_layers", ctypes.c_void_p),
         ("kv", NativeKV),
         ("logits", ctypes.c_void_p),
-        ("argmax", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("chances", ctypes.c_void_p),
         ("captures", ctypes.c_void_p),
     )
 
@@ -188,14 +192,25 @@ class StepPlan:
         embedding: PackedWeight,
         final_norm: torch.Tensor,
         head: PackedWeight,
+        token_ids: torch.Tensor | None = None,
+        successor: tuple[torch.Tensor, PackedWeight] | None = None,
     ) -> None:
+        """token_ids: [head.rows] int64, the token that each row of the head is of, where it is not the row's number.
+        successor: norm [hidden] and matrix [hidden, hidden] of a head that adds to a row what the token before it says.
+        """
         why_not = unsupported(spec)
         if why_not is not None:
             raise ValueError(f"no native step plan: {why_not}")
         self.spec = spec
         self._num_layers = len(layers)
         self._vocab = head.rows
-        self._held: list[object] = [embedding, head, *layers]  # what the structs point at
+        self._held: list[object] = [
+            embedding,
+            head,
+            token_ids,
+            successor,
+            *layers,
+        ]  # what the structs point at
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
         self._model = _Model(
             num_layers=len(layers),
@@ -213,7 +228,11 @@ class StepPlan:
             final_norm=self._pointer(final_norm),
             embedding=native(embedding),
             head=native(head),
+            token_ids=None if token_ids is None else token_ids.data_ptr(),
         )
+        if successor is not None:
+            norm, matrix = successor
+            self._model.successor_norm, self._model.successor = self._pointer(norm), native(matrix)
 
     def run(self, batch: StepBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Write the batch's keys and values, and return logits and captured states.
@@ -224,10 +243,17 @@ class StepPlan:
         logits = torch.empty(batch.logits_rows.shape[0], self._vocab, dtype=torch.float32)
         return logits, self._call(batch, logits=logits.data_ptr())
 
-    def argmax(self, batch: StepBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """As `run`, but only the token of the highest logit, the lowest id among equals: [L] int64."""
-        tokens = torch.empty(batch.logits_rows.shape[0], dtype=torch.int64)
-        return tokens, self._call(batch, argmax=tokens.data_ptr())
+    def choose(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, but only the best token of each row, the lowest id among equals, [L] int64, and its probability,
+        [L] float32: not a number where the logits are none.
+
+        With a successor head the rows of a sequence, equally many for each, go by the token before them, the first
+        of them by the one that its pass has there.
+        """
+        rows = batch.logits_rows.shape[0]
+        tokens, chances = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        self._call(batch, chosen=tokens.data_ptr(), chances=chances.data_ptr())
+        return tokens, chances
 
     def _call(self, batch: StepBatch, **result: int) -> dict[int, torch.Tensor]:
         sequences = len(batch.query_lens)

@@ -3,7 +3,10 @@
 DFlash (Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv:2602.06036) drafts a whole block
 in one pass: position 0 holds the last known token (the anchor), the others hold the mask token, and position i
 predicts the token at offset i. Every position attends to the target's hidden states before the anchor, and to the
-whole block. Parameters have the names and meaning of published checkpoints.
+whole block. Parameters have the names and meaning of published checkpoints, but for `successor`, which they lack: it
+adds to a position what the token before it says. Drafted in one pass, a token does not know which ones were chosen
+before it, and that knowledge is what drafts gain most by (Ankner et al., "Hydra: Sequentially-Dependent Draft Heads",
+arXiv:2402.05109); as a linear map it costs one small product a token.
 """
 
 from __future__ import annotations
@@ -144,12 +147,15 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.fc = Linear(len(shape.target_layer_ids) * shape.hidden_size, shape.hidden_size)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.successor = Linear(shape.hidden_size, shape.hidden_size)
+        self.successor_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, features: Tensor, embeddings: Tensor, anchors: Tensor) -> Tensor:
+    def forward(self, features: Tensor, embeddings: Tensor, before: Tensor, anchors: Tensor) -> Tensor:
         """Final hidden states [G, A, B - 1, H] of the blocks' masked positions, in the dtype of `features`.
 
         features: [G, L, layers * H], the target's states of G sequences, padded behind their ends.
-        embeddings: [G, A, B, H], of each block's tokens.
+        embeddings: [G, A, B, H], of each block's tokens: the anchor, then masks.
+        before: [G, A, B - 1, H], of the tokens that come before those that are predicted.
         anchors: int64 [G, A], positions of the blocks' first tokens; each at least 1.
         """
         block, length, dtype = embeddings.shape[2], features.shape[1], features.dtype
@@ -167,7 +173,7 @@ class Drafter(nn.Module):
             normed = layer.input_layernorm(x)
             x = x[:, :, first:] + layer.self_attn(normed, first, context, rotation, far_rotation, bias)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x)
+        return self.norm(x) + self.successor(self.successor_norm(before.to(dtype)))
 
     def _layers(self) -> Iterator[Layer]:
         for layer in self.layers:

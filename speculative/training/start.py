@@ -104,6 +104,7 @@ def initial_drafter(target: Decoder, shape: DrafterShape, states: Tensor, seed: 
     scales = states.float().unflatten(-1, (-1, width)).square().mean((0, 2)).sqrt()
     drafter.fc.weight.mul_(_SIDE_SCALE / scales.repeat_interleave(width))
     drafter.fc.weight[:, -width:] = torch.eye(width, device=states.device) / scales[-1]
+    drafter.successor.weight.zero_()
     norms = []
     for layer, source in zip(drafter.layers, target.layers[-shape.num_layers :], strict=False):
         assert isinstance(layer, Layer)

@@ -228,11 +228,15 @@ class Trainer:
         return loss.item()
 
     def _hidden(self, blocks: Blocks, states: Tensor) -> Tensor:
-        """Final hidden states of the masked positions, [G, A, B - 1, H]."""
+        """Final hidden states of the masked positions, [G, A, B - 1, H], as if every draft before each were right.
+
+        Where one is not, verification ends, and what is drafted behind it does not matter.
+        """
         features = states[..., : self._features_width].to(self.dtype)
+        before = self._embed(blocks.tokens[:, :, :-1].clamp(min=0))
         embeddings = self._mask_embedding.expand(*blocks.tokens.shape, -1).clone()
-        embeddings[:, :, 0] = self._embed(blocks.tokens[:, :, 0])
-        return self.drafter(features, embeddings, blocks.anchors.to(self.device))
+        embeddings[:, :, 0] = before[:, :, 0]
+        return self.drafter(features, embeddings, before, blocks.anchors.to(self.device))
 
     def _embed(self, ids: Tensor) -> Tensor:
         with torch.no_grad():

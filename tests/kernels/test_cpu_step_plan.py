@@ -310,15 +310,28 @@ def test_sequences_beside_one_another_change_no_bit(
         assert torch.equal(pool.logits(*[(row, ids[row], queries[row]) for row in order]), expected)
 
 
-def test_argmax_is_that_of_the_logits_and_takes_the_lowest_id_of_equals() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_tokens_chosen_in_the_pass_are_the_best_by_its_logits_and_the_first_of_equals(
+    isa: str, threads: int
+) -> None:
     model = randomised(llama)
     model.lm_head.weight.data[50:] = model.lm_head.weight.data[: VOCAB - 50].clone()  # every logit twice
     pool, ids = Pool(plan_of(model)), tokens(60)
     batch = pool.batch([(0, ids, 60)], logits_rows=torch.tensor([59, 3, 3]))
-    logits, _ = pool.plan.run(batch)
-    winners, _ = pool.plan.argmax(batch)
-    assert torch.equal(winners, logits.argmax(-1))
-    assert (winners < 50).all()
+    with running_on(isa, threads):
+        logits, _ = pool.plan.run(batch)
+        chosen, chances = pool.plan.choose(batch)
+    assert torch.equal(chosen, logits.argmax(-1))
+    assert (chosen < 50).all()
+    torch.testing.assert_close(chances, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+
+
+def test_logits_that_are_no_numbers_leave_no_chance() -> None:
+    model = randomised(llama)
+    model.model.norm.weight.data[0] = torch.nan
+    pool, ids = Pool(plan_of(model)), tokens(8)
+    _, chances = pool.plan.choose(pool.batch([(0, ids, 8)], logits_rows=torch.tensor([7])))
+    assert chances.isnan().all()
 
 
 def test_a_pass_without_outputs_only_fills_the_cache(quantised: StepPlan) -> None:

@@ -40,8 +40,11 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make_drafter(folder: Path, **changes: Any) -> ReferenceDrafter:
-    """Save a random drafter into `folder`; keys of `dflash_config` may be among `changes`' own dict of that name."""
+def make_drafter(folder: Path, successor: bool = False, **changes: Any) -> ReferenceDrafter:
+    """Save a random drafter into `folder`; keys of `dflash_config` may be among `changes`' own dict of that name.
+
+    successor: with the head that has each token depend on the one before it.
+    """
     own = SHAPE["dflash_config"] | changes.get("dflash_config", {})
     config = {**SHAPE, **changes, "dflash_config": own}
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -51,6 +54,8 @@ def make_drafter(folder: Path, **changes: Any) -> ReferenceDrafter:
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
+    if successor:
+        shapes |= {"successor.weight": (hidden, hidden), "successor_norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         shapes |= {
             f"layers.{layer}.{name}.weight": shape
@@ -126,8 +131,33 @@ class ReferenceDrafter:
         for layer in range(len(self.keys)):
             x = x + self._attention(layer, self._norm(x, f"layers.{layer}.input_layernorm"), positions)
             x = x + self._mlp(layer, self._norm(x, f"layers.{layer}.post_attention_layernorm"))
-        logits = linear(self._norm(x, "norm"), target.get_output_embeddings().weight)
-        return logits[:, self.state["draft_token_ids"]] if "draft_token_ids" in self.state else logits
+        return self._head(target, self._norm(x, "norm"))
+
+    def after(self, target: PreTrainedModel, token: int) -> torch.Tensor:
+        """What `token` adds to the logits of the one behind it, [vocab]."""
+        embedded = self._norm(target.get_input_embeddings()(torch.tensor(token)), "successor_norm")
+        return self._head(target, linear(embedded, self.state["successor.weight"]))
+
+    def choose(
+        self, target: PreTrainedModel, last: int, start: int | None = None
+    ) -> tuple[list[int], list[float]]:
+        """The best token at each position behind `last`, one after another where the drafter has a successor head, and
+        the probability of each."""
+        tokens: list[int] = []
+        chances: list[float] = []
+        for row in self.draft(target, last, start)[1:]:
+            if "successor.weight" in self.state:
+                row = row + self.after(target, tokens[-1] if tokens else last)
+            best = int(row.argmax())
+            tokens.append(
+                int(self.state["draft_token_ids"][best]) if "draft_token_ids" in self.state else best
+            )
+            chances.append(float(row.softmax(-1)[best]))
+        return tokens, chances
+
+    def _head(self, target: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+        logits = linear(hidden, target.get_output_embeddings().weight)
+        return logits[..., self.state["draft_token_ids"]] if "draft_token_ids" in self.state else logits
 
     def _attention(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         heads, head_dim = self.config["num_attention_heads"], self.config["head_dim"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from backends.forward import ForwardBatch, ForwardMode, forward_context
 from backends.kv_pool import FP8, INT8, KVPool
 from backends.torch_native import TorchNativeBackend
 from engine.graphs import capture
+from kernels.cpu import library
 from kernels.cpu.library import NativeError
 from models.base import CausalLM, ModelError
 from models.dflash import DFlashDrafter
@@ -81,6 +84,17 @@ class Drafting:
 
     def draft(self, last: dict[int, int]) -> dict[int, torch.Tensor]:
         """Logits [block, vocab] of each row, all in one block pass."""
+        batch = self.batch(last)
+        with torch.inference_mode():
+            if self.graph is not None:
+                logits, _ = self.graph.run(batch)
+            else:
+                with forward_context(batch, self.backend):
+                    logits = self.drafter.logits(self.drafter(batch).last)
+        return dict(zip(last, logits.split(self.drafter.block_size), strict=True))
+
+    def batch(self, last: dict[int, int], first: int = 0) -> ForwardBatch:
+        """The blocks, with outputs for their rows from `first` on."""
         size, lengths = self.drafter.block_size, self.sequences.lengths
         positions, out_slots = [], []
         for row in last:
@@ -91,7 +105,7 @@ class Drafting:
             positions.append(torch.arange(length, length + size))
             out_slots.append(scratch)
         block = [[token, *[self.drafter.mask_token_id] * (size - 1)] for token in last.values()]
-        batch = ForwardBatch(
+        return ForwardBatch(
             mode=ForwardMode.EXTEND,
             input_ids=torch.tensor(block).flatten(),
             positions=torch.cat(positions),
@@ -100,17 +114,18 @@ class Drafting:
             context_lens=tuple(lengths[row] + size for row in last),
             slot_table=self.table,
             table_rows=tuple(last),
-            logits_rows=torch.arange(size * len(last)),
+            logits_rows=torch.arange(size * len(last)).view(len(last), size)[:, first:].flatten(),
             kv_pool=self.pool,
             causal=False,
         )
-        with torch.inference_mode():
-            if self.graph is not None:
-                logits, _ = self.graph.run(batch)
-            else:
-                with forward_context(batch, self.backend):
-                    logits = self.drafter.logits(self.drafter(batch).last)
-        return dict(zip(last, logits.split(size), strict=True))
+
+
+@contextmanager
+def team_of(threads: int) -> Iterator[None]:
+    before = library.threads()
+    library.set_threads(threads)
+    yield
+    library.set_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +235,58 @@ def test_a_reduced_vocabulary_is_a_copy_of_those_rows_of_the_head(
     assert ids is not None and torch.equal(ids, reference.state["draft_token_ids"])
     hidden = torch.randn(5, 64)
     assert torch.equal(drafter.logits(hidden), target.logits(hidden)[:, ids])
+
+
+@pytest.mark.parametrize("reduced", [{}, {"draft_vocab_size": 40}], ids=["whole", "reduced"])
+@pytest.mark.parametrize(
+    "is_native", [False, pytest.param(True, marks=needs_native)], ids=["eager", "native"]
+)
+def test_what_a_token_adds_to_the_next_ones_logits_is_the_references(
+    targets: dict[str, tuple[Path, PreTrainedModel]], tmp_path: Path, is_native: bool, reduced: dict[str, int]
+) -> None:
+    folder, target = targets["llama-four-layers"]
+    reference = make_drafter(tmp_path, successor=True, dflash_config=reduced)
+    drafter = load(folder, tmp_path, is_native)[1]
+    assert isinstance(drafter, DFlashDrafter)
+    tokens = [5, 255, 5, 130]
+    with torch.inference_mode():
+        expected = torch.stack([reference.after(target, token) for token in tokens])
+    torch.testing.assert_close(drafter.successor_logits(torch.tensor(tokens)), expected, atol=1e-4, rtol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("reduced", [{}, {"draft_vocab_size": 40}], ids=["whole", "reduced"])
+@pytest.mark.parametrize("successor", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_that_a_native_pass_chooses_are_the_references(
+    targets: dict[str, tuple[Path, PreTrainedModel]],
+    tmp_path: Path,
+    reduced: dict[str, int],
+    successor: bool,
+    threads: int,
+) -> None:
+    """18 sequences: more than every thread prepares for itself. The first lengths differ."""
+    folder, target = targets["llama-four-layers"]
+    rows = 18
+    references = [make_drafter(tmp_path, successor=successor, dflash_config=reduced) for _ in range(rows)]
+    drafting = Drafting(*load(folder, tmp_path, True), captured=True, rows=rows)
+    last = {}
+    for row, reference in enumerate(references):
+        ids = torch.randint(3, 240, (2 + row % 5,), generator=torch.Generator().manual_seed(row)).tolist()
+        drafting.learn(row, ids, len(ids))
+        reference.learn(features(target, ids), 0)
+        last[row] = 10 + row
+    assert drafting.graph is not None
+    for wanted in (rows, 1):
+        some = dict(list(last.items())[:wanted])
+        with team_of(threads):
+            tokens, chances = drafting.graph.choose(drafting.batch(some, first=1))
+        with torch.inference_mode():
+            expected = [references[row].choose(target, token) for row, token in some.items()]
+        assert tokens.view(wanted, -1).tolist() == [choices for choices, _ in expected]
+        torch.testing.assert_close(
+            chances.view(wanted, -1), torch.tensor([own for _, own in expected]), rtol=1e-3, atol=1e-5
+        )
 
 
 @needs_native

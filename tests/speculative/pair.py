@@ -54,7 +54,12 @@ class Pair:
 
     @classmethod
     def make(
-        cls, folder: Path, context: int = 640, draft_context: int = 640, short_block_size: int | None = None
+        cls,
+        folder: Path,
+        context: int = 640,
+        draft_context: int = 640,
+        short_block_size: int | None = None,
+        successor: bool = False,
     ) -> Pair:
         shape = {
             "hidden_size": 64,
@@ -66,6 +71,7 @@ class Pair:
         target = save_tiny_model(folder / "target", max_position_embeddings=context, **shape)
         make_drafter(
             folder / "draft",
+            successor=successor,
             vocab_size=257,
             block_size=BLOCK,
             max_position_embeddings=draft_context,
@@ -109,8 +115,7 @@ class Pair:
         with torch.inference_mode():
             states = model(input_ids=torch.tensor([token_ids]), output_hidden_states=True).hidden_states
             reference.learn([state[0][known.start : known.stop] for state in states], known.start)
-            logits = reference.draft(model, token_ids[-1], last)
-        return tuple(logits.argmax(-1)[1:].tolist())
+            return tuple(reference.choose(model, token_ids[-1], last)[0])
 
 
 class Recording(Drafter):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine.request import OutputEvent, Request, SpeculationParams
 from speculative.adaptive import FIRST_NAP, NOBODY, PATIENCE, Candidate, Choice, Prospect
@@ -116,6 +117,34 @@ def test_a_prefix_that_is_computed_again_stays_what_it_was_for_others(
     )
     assert first.token_ids == second.token_ids == answer[:LENGTH]
     assert (first.cached_tokens, second.cached_tokens) == (len(prompt) - 1, 0)
+
+
+def test_with_a_successor_head_each_token_goes_by_the_one_before_it(
+    tmp_path_factory: pytest.TempPathFactory, truths: list[list[int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("successor")
+    pair = Pair.make(folder, successor=True)
+    with serving(pair) as served:
+        know(served, truths)
+        replies = served.ask_together(
+            *(
+                served.start(prompt, max_tokens=length)
+                for prompt, length in zip(PROMPTS, (12, 16, 20, 24), strict=True)
+            )
+        )
+    for reply, answer in zip(replies, truths, strict=True):
+        assert reply.token_ids == answer[: len(reply.token_ids)]
+        hold_to_reference(pair, reply)
+    assert max(len(proposed) for reply in replies for _, proposed in reply.proposed) > 2
+
+    weights = load_file(pair.draft_folder / "model.safetensors")
+    without = {name: tensor for name, tensor in weights.items() if not name.startswith("successor")}
+    save_file(without, pair.draft_folder / "model.safetensors")
+    others = [pair.proposals_of_reference(text) for text, _ in replies[0].proposed]
+    assert any(
+        proposed != other[: len(proposed)]
+        for (_, proposed), other in zip(replies[0].proposed, others, strict=True)
+    ), "the head matters"
 
 
 class NotBefore(Everything):

@@ -17,6 +17,7 @@ const Kernels JOIN(kernels_, TANDEM_ISA) = {
     TANDEM_ISA::gate,
     TANDEM_ISA::add_row,
     TANDEM_ISA::add_tile,
+    TANDEM_ISA::observe,
     TANDEM_ISA::write_kv,
     TANDEM_ISA::dequantise_row,
     TANDEM_ISA::attend,

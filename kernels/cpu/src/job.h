@@ -1,6 +1,7 @@
 // What the jobs of step.cpp are made of: memory, activations, products over a team's tiles, and how a job is run.
 #pragma once
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>

@@ -92,6 +92,13 @@ struct StateRow {
     float log_decay, beta;
 };
 
+// The best of the logits seen so far, the lowest column of equals, and the sum of all e^(logit - best). It starts as it
+// is here.
+struct Best {
+    float value = -3e38f, total = 0.0f;
+    int64_t column = 0;
+};
+
 struct Kernels {
     const char* name;
     // out [rows][16] = rows [row, row + rows) of the activations times tile `tile` of the weight, bias not added.
@@ -103,6 +110,7 @@ struct Kernels {
     void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
     void (*add)(float* x, const float* y, int n);
     void (*add_tile)(const float* tile, int rows, int lanes, float* to, size_t stride);  // tile [rows][16]
+    void (*observe)(const float* tile, int rows, int lanes, int column, Best* best);  // tile [rows][16], best [rows]
     void (*write_kv)(const float* x, int n, KvDtype dtype, void* out, float* scale);
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.

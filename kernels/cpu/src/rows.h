@@ -110,6 +110,25 @@ static void add_row(float* x, const float* y, int n) {
     });
 }
 
+static void observe(const float* tile, int rows, int lanes, int column, Best* best) {
+    alignas(64) float logits[16];
+    for (int r = 0; r < rows; r++, tile += 16, best++) {
+        for (int i = 0; i < 16; i++) logits[i] = i < lanes ? tile[i] : -INFINITY;
+        const f32 row = load(logits);
+        const float highest = largest(row);
+        if (highest > best->value) {
+            alignas(64) float before[16] = {best->value - highest};
+            store(before, exp(load(before)));
+            best->total *= before[0];
+            best->value = highest;
+            int first = 0;
+            while (first < lanes - 1 && logits[first] != highest) first++;
+            best->column = column + first;
+        }
+        best->total += sum(exp(sub(row, splat(best->value))));
+    }
+}
+
 static void add_tile(const float* tile, int rows, int lanes, float* to, size_t stride) {
     for (int r = 0; r < rows; r++, tile += 16, to += stride)
         store_some(to, add(load_some(to, lanes), load(tile)), lanes);

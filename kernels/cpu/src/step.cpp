@@ -22,6 +22,7 @@ public:
             attended_needs.add(layer.o), inner_needs.add(layer.down);
         }
         hidden_needs.add(m.head);
+        if (in_order()) hidden_needs.add(m.successor);
         const int rows = max(b.tokens, b.outputs);
         x = space.take<float>((size_t)b.tokens * m.hidden);
         qkv = space.take<float>((size_t)b.tokens * (q_size + 2 * kv_size));
@@ -30,6 +31,7 @@ public:
         hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
         attended_in = take_activations(space, b.tokens, q_size, attended_needs);
         inner_in = take_activations(space, b.tokens, m.intermediate, inner_needs);
+        after = space.take<float>(in_order() ? (size_t)b.outputs * m.hidden : 0);
         paged.lay_out(space);
         own = space.take<Own>(threads);
         const int widest = max(max(m.hidden, q_size), m.intermediate);
@@ -41,7 +43,9 @@ public:
             mine.row = space.take<float>(widest);
             mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
             mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
-            mine.best = space.take<Best>(b.outputs);
+            mine.embedded = space.take<float>(in_order() ? m.hidden : 0);
+            mine.best = space.take<Best>(b.chosen == nullptr ? 0 : 2 * b.outputs);
+            mine.chosen = space.take<int64_t>(b.chosen == nullptr ? 0 : b.outputs);
             if (space.base != nullptr) own[t] = mine;
         }
     }
@@ -55,6 +59,9 @@ public:
         }
         for (int i = 0; i < b.outputs; i++)
             if (b.logits_rows[i] < 0 || b.logits_rows[i] >= b.tokens) return kBadLength;
+        if (in_order() && b.outputs % b.sequences != 0) return kBadLength;
+        for (int i = 0; in_order() && i < b.outputs; i += b.outputs / b.sequences)
+            if (b.logits_rows[i] == 0) return kBadLength;  // there is no token before it
         return kDone;
     }
 
@@ -68,19 +75,19 @@ public:
             mlp(member, l);
             capture(member, l);
         }
-        head(member);
+        if (b.chosen == nullptr)
+            head(member);
+        else
+            choose(member);
         k.leave(before);
     }
 
 private:
-    struct Best {
-        float value;
-        int64_t id;
-    };
     struct Own {  // one thread's memory
-        float *tile, *gate, *up, *row;
+        float *tile, *gate, *up, *row, *embedded;
         Activations hidden_in, attended_in;
-        Best* best;
+        Best* best;       // of this round of choices, and of the one before
+        int64_t* chosen;  // a token for each row of a round
     };
 
     static AttentionPass pass_of(const Model& m, const Batch& b) {
@@ -91,13 +98,14 @@ private:
     void embed(const Member& member) {
         int first, last;
         member.share(b.tokens, first, last);
-        for (int r = first; r < last; r++) {
-            float* row = x + (size_t)r * m.hidden;
-            k.dequantise_row(m.embedding, (int)b.ids[r], row);
-            if (m.embedding_scale != 1.0f)
-                for (int i = 0; i < m.hidden; i++) row[i] *= m.embedding_scale;
-        }
+        for (int r = first; r < last; r++) embed_token(b.ids[r], x + (size_t)r * m.hidden);
         member.sync();
+    }
+
+    void embed_token(int64_t id, float* to) const {
+        k.dequantise_row(m.embedding, (int)id, to);
+        if (m.embedding_scale != 1.0f)
+            for (int i = 0; i < m.hidden; i++) to[i] *= m.embedding_scale;
     }
 
     // Rows in(r) [columns], normed where there is a weight, as activations: this member's own, or everyone's.
@@ -236,30 +244,78 @@ private:
         Own& mine = own[member.index];
         const Activations& in = prepare(member, b.outputs, m.final_norm, hidden_in, mine.hidden_in,
                                         [&](int r) { return x + (size_t)b.logits_rows[r] * m.hidden; });
-        for (int r = 0; r < b.outputs; r++) mine.best[r] = {-INFINITY, -1};
         const Weight* parts[] = {&m.head};
         linear(k, member, parts, 1, in, b.outputs, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
-                   if (b.logits != nullptr)
-                       copy_tile(out, rows, lanes, b.logits + (size_t)row * m.head.rows + column, m.head.rows);
-                   if (b.argmax == nullptr) return;
-                   for (int r = 0; r < rows; r++) {
-                       Best& best = mine.best[row + r];
-                       for (int i = 0; i < lanes; i++)
-                           if (out[16 * r + i] > best.value || best.id < 0) best = {out[16 * r + i], column + i};
-                   }
+                   copy_tile(out, rows, lanes, b.logits + (size_t)row * m.head.rows + column, m.head.rows);
                });
-        if (b.argmax == nullptr) return;
-        member.sync();
-        if (member.index != 0) return;
-        for (int r = 0; r < b.outputs; r++) {  // members hold ascending ids, so the first of equals wins
-            Best best = own[0].best[r];
-            for (int t = 1; t < member.threads; t++) {
-                const Best& other = own[t].best[r];
-                if (other.id >= 0 && (best.id < 0 || other.value > best.value)) best = other;
+    }
+
+    // Whether tokens are chosen one after another, as each says something about the next of its sequence.
+    bool in_order() const { return b.chosen != nullptr && b.outputs > 0 && m.successor.rows > 0; }
+
+    // The best token of each output row: in one round, or the first ones of all sequences, then the second ones ...
+    void choose(const Member& member) {
+        const int rounds = in_order() ? b.outputs / b.sequences : 1, rows = b.outputs / rounds;
+        Own& mine = own[member.index];
+        for (int round = 0; round < rounds; round++) {
+            auto output = [&](int r) { return r * rounds + round; };
+            if (in_order())
+                follow(member, rows, [&](int r) {
+                    return round > 0 ? mine.chosen[r] : b.ids[b.logits_rows[output(r)] - 1];
+                });
+            const Activations& in = prepare(member, rows, nullptr, hidden_in, mine.hidden_in, [&](int r) {
+                k.rms_norm(x + (size_t)b.logits_rows[output(r)] * m.hidden, m.final_norm, m.eps, m.hidden, mine.row);
+                if (in_order()) k.add(mine.row, after + (size_t)r * m.hidden, m.hidden);
+                return mine.row;
+            });
+            // Others may still be reading what was best in the round before.
+            const int at = round % 2 * rows;
+            for (int r = 0; r < rows; r++) mine.best[at + r] = Best();
+            const Weight* parts[] = {&m.head};
+            linear(k, member, parts, 1, in, rows, mine.tile,
+                   [&](int, int column, int lanes, int row, int count, const float* out) {
+                       k.observe(out, count, lanes, column, mine.best + at + row);
+                   });
+            member.sync();
+            for (int r = 0; r < rows; r++) {
+                const Best best = best_of_all(member.threads, at + r);
+                mine.chosen[r] = m.token_ids == nullptr ? best.column : m.token_ids[best.column];
+                if (member.index != 0) continue;
+                b.chosen[output(r)] = mine.chosen[r];
+                // The best one's own share of the sum is 1, unless it is no number.
+                b.chances[output(r)] = best.total >= 1.0f ? 1.0f / best.total : NAN;
             }
-            b.argmax[r] = best.id;
         }
+    }
+
+    // Members hold ascending columns, so the first of equals wins.
+    Best best_of_all(int threads, int index) const {
+        Best best = own[0].best[index];
+        for (int t = 1; t < threads; t++) {
+            Best other = own[t].best[index];
+            const bool is_better = other.value > best.value;
+            Best &winner = is_better ? other : best, &loser = is_better ? best : other;
+            winner.total += loser.total * std::exp(loser.value - winner.value);
+            best = winner;
+        }
+        return best;
+    }
+
+    // What the token before(r) says about the one of row r, to `after`.
+    template <class Before>
+    void follow(const Member& member, int rows, Before before) {
+        Own& mine = own[member.index];
+        const Activations& in = prepare(member, rows, m.successor_norm, hidden_in, mine.hidden_in, [&](int r) {
+            embed_token(before(r), mine.embedded);
+            return mine.embedded;
+        });
+        const Weight* parts[] = {&m.successor};
+        linear(k, member, parts, 1, in, rows, mine.tile,
+               [&](int, int column, int lanes, int row, int count, const float* out) {
+                   copy_tile(out, count, lanes, after + (size_t)row * m.hidden + column, m.hidden);
+               });
+        member.sync();
     }
 
     const Model& m;
@@ -269,7 +325,7 @@ private:
     const AttentionPass pass;
     PagedAttention paged;
     Needs hidden_needs, attended_needs, inner_needs;
-    float *x, *qkv, *attended, *added;
+    float *x, *qkv, *attended, *added, *after;
     Activations hidden_in, attended_in, inner_in;
     Own* own;
 };

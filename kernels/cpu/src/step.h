@@ -22,6 +22,11 @@ struct Model {
     const Layer* layers;
     const float* final_norm;
     Weight embedding, head;
+    // Of a drafter that chooses its tokens: the target's id of each of the head's rows, null where that is the row. With
+    // a successor head, what a token says about the next: successor [hidden][hidden], 0 rows: there is none.
+    const int64_t* token_ids;
+    const float* successor_norm;
+    Weight successor;
 };
 
 // (python) Fields as in backends/forward.py.
@@ -34,7 +39,8 @@ struct Batch {
     const int32_t *slot_table, *capture_layers;                      // [.][table_stride], [num_captures]
     KvPool kv;
     float* logits;                                                   // [outputs][head.rows], or null
-    int64_t* argmax;                                                 // [outputs], or null
+    int64_t* chosen;                                                 // [outputs], the best token, or null
+    float* chances;                                                  // [outputs], its probability
     float* captures;                                                 // [num_captures][tokens][hidden]
 };
 

@@ -51,6 +51,7 @@ def drafter(runner: ModelRunner, states: TargetStates) -> Drafter:
     target = decoder(runner.model)
     drafter = initial_drafter(target, shape_for(target, OPTIONS, 256), states.padded([0, 1]).flatten(0, 1), 0)
     with torch.no_grad():
+        drafter.successor.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
         for parameter in drafter.parameters():
             parameter.copy_(parameter.bfloat16())
     return drafter
@@ -82,9 +83,10 @@ def test_blocks_of_several_texts_at_once_have_the_logits_of_the_reference(
         )
     tokens = torch.full((2, 3, block), 256)
     tokens[:, :, 0] = torch.stack([row[at] for row, at in zip(ids, anchors, strict=True)])
+    before = torch.randint(256, (2, 3, block - 1), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        embeddings = reference.get_input_embeddings()(tokens)
-        out = drafter(features, embeddings, anchors)
+        embed = reference.get_input_embeddings()
+        out = drafter(features, embed(tokens), embed(before), anchors)
         logits = out @ reference.get_output_embeddings().weight[DRAFT_TOKENS].T
 
     for index in range(6):
@@ -94,8 +96,10 @@ def test_blocks_of_several_texts_at_once_have_the_logits_of_the_reference(
         other.config["block_size"] = block
         with torch.no_grad():
             other.learn([state[0, :anchor] for state in hidden[text]], 0)
-            expected = other.draft(reference, int(ids[text][anchor]))
-        torch.testing.assert_close(logits[text, block_number], expected[1:], rtol=1e-4, atol=1e-4)
+            expected = other.draft(reference, int(ids[text][anchor]))[1:] + torch.stack(
+                [other.after(reference, int(token)) for token in before[text, block_number]]
+            )
+        torch.testing.assert_close(logits[text, block_number], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_states_are_those_of_the_layers_that_are_named(
