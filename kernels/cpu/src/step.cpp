@@ -1,11 +1,16 @@
 #include "step.h"
 
+#include <algorithm>
+#include <numeric>
+
 #include "context.h"
 #include "paged_attention.h"
 #include "products.h"
 #include "state_layer.h"
 
 namespace {
+
+constexpr int kCandidateTiles = 32;  // of a head, 16 tokens each, that a token is looked for in
 
 class Step {
 public:
@@ -31,7 +36,10 @@ public:
         hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
         attended_in = take_activations(space, b.tokens, q_size, attended_needs);
         inner_in = take_activations(space, b.tokens, m.intermediate, inner_needs);
-        after = space.take<float>(in_order() ? (size_t)b.outputs * m.hidden : 0);
+        const size_t said = in_order() ? b.outputs : 0;
+        after = space.take<float>(said * m.hidden);
+        peaks = space.take<float>(said * tiles_of(m.head));
+        candidate = space.take<int32_t>(said * candidates());
         paged.lay_out(space);
         own = space.take<Own>(threads);
         const int widest = max(max(m.hidden, q_size), m.intermediate);
@@ -44,6 +52,7 @@ public:
             mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
             mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
             mine.embedded = space.take<float>(in_order() ? m.hidden : 0);
+            mine.order = space.take<int32_t>(in_order() ? tiles_of(m.head) : 0);
             mine.best = space.take<Best>(b.chosen == nullptr ? 0 : 2 * b.outputs);
             mine.chosen = space.take<int64_t>(b.chosen == nullptr ? 0 : b.outputs);
             if (space.base != nullptr) own[t] = mine;
@@ -88,6 +97,7 @@ private:
         Activations hidden_in, attended_in;
         Best* best;       // of this round of choices, and of the one before
         int64_t* chosen;  // a token for each row of a round
+        int32_t* order;
     };
 
     static AttentionPass pass_of(const Model& m, const Batch& b) {
@@ -253,53 +263,103 @@ private:
 
     // Whether tokens are chosen one after another, as each says something about the next of its sequence.
     bool in_order() const { return b.chosen != nullptr && b.outputs > 0 && m.successor.rows > 0; }
+    int rounds() const { return in_order() ? b.outputs / b.sequences : 1; }
+    int candidates() const { return min(kCandidateTiles, tiles_of(m.head)); }
 
-    // The best token of each output row: in one round, or the first ones of all sequences, then the second ones ...
+    // The best token of each output row: all at once, or the first ones of all sequences, then the second ones ...
+    // Which tiles of the head these are looked for in is known by then: those with the highest logits before anything
+    // was said about them, so the head as a whole is read once.
     void choose(const Member& member) {
-        const int rounds = in_order() ? b.outputs / b.sequences : 1, rows = b.outputs / rounds;
         Own& mine = own[member.index];
-        for (int round = 0; round < rounds; round++) {
-            auto output = [&](int r) { return r * rounds + round; };
-            if (in_order())
-                follow(member, rows, [&](int r) {
-                    return round > 0 ? mine.chosen[r] : b.ids[b.logits_rows[output(r)] - 1];
-                });
-            const Activations& in = prepare(member, rows, nullptr, hidden_in, mine.hidden_in, [&](int r) {
-                k.rms_norm(x + (size_t)b.logits_rows[output(r)] * m.hidden, m.final_norm, m.eps, m.hidden, mine.row);
-                if (in_order()) k.add(mine.row, after + (size_t)r * m.hidden, m.hidden);
-                return mine.row;
-            });
+        const int rows = b.outputs / rounds();
+        for (int r = 0; r < 2 * b.outputs; r++) mine.best[r] = Best();
+        if (in_order()) follow(member, rows, [&](int r) { return b.ids[b.logits_rows[r * rounds()] - 1]; });
+        const Activations& in = prepare(member, b.outputs, nullptr, hidden_in, mine.hidden_in, [&](int i) {
+            return final_row(member, i, i % rounds() == 0);
+        });
+        const Weight* parts[] = {&m.head};
+        linear(k, member, parts, 1, in, b.outputs, mine.tile,
+               [&](int, int column, int lanes, int row, int count, const float* out) {
+                   for (int i = row; i < row + count; i++, out += 16) {
+                       if (i % rounds() == 0) {
+                           k.observe(out, 1, lanes, column, mine.best + i / rounds());
+                           continue;
+                       }
+                       const float peak = *std::max_element(out, out + lanes);
+                       peaks[(size_t)i * tiles_of(m.head) + column / 16] = std::isnan(peak) ? -INFINITY : peak;
+                   }
+               });
+        member.sync();
+        settle(member, 0, rows);
+        if (rounds() == 1) return;
+        find_candidates(member);
+        for (int round = 1; round < rounds(); round++) {
+            follow(member, rows, [&](int r) { return mine.chosen[r]; });
             // Others may still be reading what was best in the round before.
-            const int at = round % 2 * rows;
-            for (int r = 0; r < rows; r++) mine.best[at + r] = Best();
-            const Weight* parts[] = {&m.head};
-            linear(k, member, parts, 1, in, rows, mine.tile,
-                   [&](int, int column, int lanes, int row, int count, const float* out) {
-                       k.observe(out, count, lanes, column, mine.best + at + row);
-                   });
-            member.sync();
+            Best* best = mine.best + round % 2 * b.outputs;
             for (int r = 0; r < rows; r++) {
-                const Best best = best_of_all(member.threads, at + r);
-                mine.chosen[r] = m.token_ids == nullptr ? best.column : m.token_ids[best.column];
-                if (member.index != 0) continue;
-                b.chosen[output(r)] = mine.chosen[r];
-                // The best one's own share of the sum is 1, unless it is no number.
-                b.chances[output(r)] = best.total >= 1.0f ? 1.0f / best.total : NAN;
+                best[r] = Best();
+                look_among_candidates(member, r * rounds() + round, best[r]);
             }
+            member.sync();
+            settle(member, round, rows);
+        }
+    }
+
+    // The normed hidden state of an output row, with what the token before it says where that is known.
+    const float* final_row(const Member& member, int output, bool is_said) {
+        float* row = own[member.index].row;
+        k.rms_norm(x + (size_t)b.logits_rows[output] * m.hidden, m.final_norm, m.eps, m.hidden, row);
+        if (in_order() && is_said) k.add(row, after + (size_t)(output / rounds()) * m.hidden, m.hidden);
+        return row;
+    }
+
+    void find_candidates(const Member& member) {
+        const int tiles = tiles_of(m.head);
+        int first, last;
+        member.share(b.outputs, first, last);
+        for (int i = first; i < last; i++) {
+            if (i % rounds() == 0) continue;
+            const float* peak = peaks + (size_t)i * tiles;
+            int32_t* order = own[member.index].order;
+            std::iota(order, order + tiles, 0);
+            std::nth_element(order, order + candidates() - 1, order + tiles,
+                             [&](int32_t a, int32_t b) { return peak[a] > peak[b]; });
+            std::sort(order, order + candidates());  // so that the first of equals wins
+            std::copy(order, order + candidates(), candidate + (size_t)i * candidates());
+        }
+        member.sync();
+    }
+
+    void look_among_candidates(const Member& member, int output, Best& best) {
+        Own& mine = own[member.index];
+        put(k, mine.hidden_in, 0, 0, m.hidden, final_row(member, output, true));
+        int first, last;
+        member.share(candidates(), first, last);
+        for (int c = first; c < last; c++) {
+            const int tile = candidate[(size_t)output * candidates() + c];
+            product(m.head, tile, mine.hidden_in, 0, 1, mine, mine.gate);
+            k.observe(mine.gate, 1, min(16, m.head.rows - 16 * tile), 16 * tile, &best);
         }
     }
 
     // Members hold ascending columns, so the first of equals wins.
-    Best best_of_all(int threads, int index) const {
-        Best best = own[0].best[index];
-        for (int t = 1; t < threads; t++) {
-            Best other = own[t].best[index];
-            const bool is_better = other.value > best.value;
-            Best &winner = is_better ? other : best, &loser = is_better ? best : other;
-            winner.total += loser.total * std::exp(loser.value - winner.value);
-            best = winner;
+    void settle(const Member& member, int round, int rows) {
+        Own& mine = own[member.index];
+        for (int r = 0; r < rows; r++) {
+            Best best;
+            for (int t = 0; t < member.threads; t++) {
+                Best other = own[t].best[round % 2 * b.outputs + r];
+                if (other.value > best.value) std::swap(best, other);
+                best.total += other.total * std::exp(other.value - best.value);
+            }
+            mine.chosen[r] = m.token_ids == nullptr ? best.column : m.token_ids[best.column];
+            if (member.index != 0) continue;
+            const int output = r * rounds() + round;
+            b.chosen[output] = mine.chosen[r];
+            // The best one's own share of the sum is 1, unless it is no number.
+            b.chances[output] = best.total >= 1.0f ? 1.0f / best.total : NAN;
         }
-        return best;
     }
 
     // What the token before(r) says about the one of row r, to `after`.
@@ -325,7 +385,8 @@ private:
     const AttentionPass pass;
     PagedAttention paged;
     Needs hidden_needs, attended_needs, inner_needs;
-    float *x, *qkv, *attended, *added, *after;
+    float *x, *qkv, *attended, *added, *after, *peaks;
+    int32_t* candidate;
     Activations hidden_in, attended_in, inner_in;
     Own* own;
 };
