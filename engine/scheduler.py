@@ -3,8 +3,9 @@
 Every step carries all decoding requests, and prompt chunks up to a token budget, in order of arrival. A request is
 admitted when the rest of its known tokens fits beside what the running ones still need. When the pool runs dry
 all the same, the latest arrival is preempted: it keeps its tokens and seed, gives its slots back and is recomputed
-later (or served from the cache, if its pages survive). Since a blocked head is never overtaken and the earliest
-runner is never preempted, nobody starves.
+later (or served from the cache, if its pages survive). A request whose prompt a running one is computing waits for
+that one to share it, which costs it next to nothing: prompts are computed in order of arrival. Since a blocked head is
+never overtaken and the earliest runner is never preempted, nobody starves.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from itertools import count
 from engine.allocator import SlotAllocator
 from engine.checkpoints import Checkpoint
 from engine.options import SchedulerOptions
-from engine.radix_cache import Match, RadixCache
+from engine.radix_cache import Match, RadixCache, shared_length
 from engine.request import Request, RequestState
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
+
+# Tokens of a prompt that are worth a step's wait for a request that computes them already.
+_WORTH_WAITING = 32
 
 
 def _all(request: Request, slots: Sequence[int]) -> int:
@@ -60,7 +64,9 @@ class Scheduler:
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
-        self._blocked = False  # the pool is too full for the first that waits
+        self._blocked = (
+            False  # the first that waits has no room in the pool, or waits for another one's prompt
+        )
         self.preemptions = 0
 
     @property
@@ -77,7 +83,7 @@ class Scheduler:
 
     @property
     def num_seats(self) -> int:
-        """How many requests the next plan may admit. None while the first that waits has no room in the pool."""
+        """How many requests the next plan may admit. None while the first that waits cannot go on."""
         return 0 if self._blocked and self._waiting else self.max_running - len(self._running)
 
     @property
@@ -161,7 +167,8 @@ class Scheduler:
             promised = sum(self._pages(r.num_tokens + 1) - self._pages(len(r.slots)) for r in self._running)
             needed = self._pages(request.num_tokens + 1) - self._pages(len(match.slots))
             spare = (self.allocator.num_free + self.cache.evictable) // self.allocator.page_size
-            if self._running and promised + needed > spare:
+            lacks_room = self._running and promised + needed > spare
+            if lacks_room or (use_cache and self._is_computed_by_another(request, len(match.slots))):
                 self.cache.unlock(match.node)
                 self._blocked = True
                 return
@@ -177,6 +184,17 @@ class Scheduler:
             self._table.write(request.table_row, 0, request.slots)
             request.state = RequestState.RUNNING
             self._running[request] = arrival
+
+    def _is_computed_by_another(self, request: Request, matched: int) -> bool:
+        """Whether a running request is about to share much more of this one's prompt than is `matched` in the tree."""
+        if not self.cache.is_enabled:
+            return False
+        own = request.token_ids(0, request.num_tokens)
+        return any(
+            shared_length(other.token_ids(0, other.num_tokens), own) - matched >= _WORTH_WAITING
+            for other in self._running
+            if other.pending > 1
+        )
 
     def _start(self, request: Request, match: Match) -> int:
         """How many of its tokens an admitted request need not compute."""

@@ -107,6 +107,55 @@ def test_a_fully_cached_prompt_still_recomputes_its_last_token() -> None:
     assert second.slots[:3] == first.slots[:3]
 
 
+def test_copies_of_a_prompt_wait_for_the_first_to_compute_it() -> None:
+    scheduler = build(slots=256, chunk=20)
+    prompt = [*range(100, 140), *range(5)]
+    first, copy, similar = (
+        request(name, ids) for name, ids in zip("abc", (prompt, prompt, prompt[:42]), strict=True)
+    )
+    for each in (first, copy, similar, request("d", [1, 2, 3])):
+        scheduler.add(each)
+
+    assert [[(s.request, s.num_tokens) for s in run_one(scheduler)] for _ in range(3)] == [
+        [(first, 20)],
+        [(first, 20)],
+        [(first, 5)],
+    ]
+    assert scheduler.num_seats == 0
+    assert [(s.request.request_id, s.num_tokens) for s in run_one(scheduler)] == [
+        ("a", 1),
+        ("b", 1),
+        ("c", 1),
+        ("d", 3),
+    ]
+
+
+def test_nobody_waits_for_a_prompt_that_will_not_be_shared_or_is_hardly_the_same() -> None:
+    prompt = list(range(100, 150))
+    for caching, other, wanted in (
+        (False, prompt, {}),
+        (True, [*prompt[:31], 1, 2], {}),
+        (True, prompt, {"prompt_logprobs": 0}),
+    ):
+        scheduler = build(slots=256, chunk=20, caching=caching)
+        scheduler.add(request("first", prompt))
+        scheduler.add(request("other", other, **wanted))
+        scheduler.plan()
+        assert scheduler.num_running == 2
+
+
+def test_a_copy_does_not_wait_for_one_that_was_aborted() -> None:
+    scheduler = build(slots=256, chunk=20)
+    first, copy = request("first", list(range(100, 150))), request("copy", list(range(100, 150)))
+    for each in (first, copy):
+        scheduler.add(each)
+    run_one(scheduler)
+    scheduler.remove(first)
+    (step,) = scheduler.plan()
+    assert (step.request, step.num_tokens) == (copy, 20)
+    assert copy.cached_len == 20, "and what it had computed serves"
+
+
 def test_a_request_that_wants_prompt_logprobs_does_not_skip_its_prompt() -> None:
     scheduler = build()
     scheduler.add(request("first", [1, 2, 3, 4]))

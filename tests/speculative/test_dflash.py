@@ -257,11 +257,12 @@ def test_requests_that_run_together_draft_as_each_alone(
 def test_choices_of_one_prompt_share_slots_and_context(
     pair: Pair, truths: list[list[int]], cold: list[Reply], algorithms: tuple[str | None, ...]
 ) -> None:
-    """All are admitted before the tree has the prompt: whoever completes it first gives the others its slots."""
+    """All compute the prompt, as they want its log-probabilities: whoever completes it first gives the others its
+    slots."""
     with serving(pair, chunk=24) as served:
         know(served, truths)
         asked = [
-            served.start(PROMPTS[1], algorithm, choice, max_tokens=LENGTH)
+            served.start(PROMPTS[1], algorithm, choice, max_tokens=LENGTH, prompt_logprobs=0)
             for choice, algorithm in enumerate(algorithms)
         ]
         for algorithm, reply in zip(algorithms, served.ask_together(*asked), strict=True):
@@ -276,9 +277,10 @@ def test_context_that_was_written_for_a_prompt_moves_with_it(pair: Pair) -> None
     prompt = [RANDOM.randrange(256) for _ in range(2 * MAX_PENDING)]
     with serving(pair, chunk=MAX_PENDING // 2 + 40) as served:
         opted_out, follower = served.ask_together(
-            served.start(prompt, "none", max_tokens=LENGTH), served.start(prompt, max_tokens=LENGTH)
+            served.start(prompt, "none", max_tokens=LENGTH),
+            served.start(prompt, max_tokens=LENGTH, prompt_logprobs=0),
         )
-    assert opted_out.token_ids == follower.token_ids
+    assert opted_out.token_ids == follower.token_ids and follower.cached_tokens == 0
     hold_to_reference(pair, follower)
 
 
