@@ -10,7 +10,6 @@ from statistics import median
 from typing import Annotated
 
 import msgspec
-import torch
 from command import print_row, run
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -21,7 +20,7 @@ from prompts import PromptOptions
 from app.application import build
 from app.settings import EngineSettings
 from containers.application import ApplicationContainer
-from engine.plain_worker import PlainWorker
+from engine.plain_worker import PlainWorker, Rows
 from engine.request import Request, SamplingParams, TokenLogprob
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep
@@ -38,21 +37,21 @@ class TimedWorker(PlainWorker):
         self._sent: float | None = None  # when the request's last token went out
         self.parts: dict[str, list[float]] = {"engine": [], "batch": [], "pass": [], "sampling": []}
 
-    def run_pass(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+    def run_pass(self, steps: Sequence[SequenceStep]) -> Rows:
         start = time.perf_counter()
         batch = self.runner.batch(steps)
         built = time.perf_counter()
-        logits = self.runner.forward(batch).logits
+        rows, _ = self.run_batch(steps, batch)
         self._decoding = self._sent is not None
         if self._sent is not None:
             self.parts["engine"].append(start - self._sent)
             self.parts["batch"].append(built - start)
             self.parts["pass"].append(time.perf_counter() - built)
-        return logits
+        return rows
 
-    def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
+    def choose(self, step: SequenceStep, rows: Rows) -> list[tuple[int, TokenLogprob | None]]:
         start = time.perf_counter()
-        chosen = super().choose(step, logits)
+        chosen = super().choose(step, rows)
         self._sent = time.perf_counter()
         if self._decoding:
             self.parts["sampling"].append(self._sent - start)

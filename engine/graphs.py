@@ -16,7 +16,7 @@ from backends.forward import ForwardBatch
 from backends.kv_pool import KVPool
 from backends.torch_native import TorchNativeBackend
 from kernels.cpu.kv import KV_DTYPES
-from kernels.cpu.step_plan import StepBatch, StepPlan
+from kernels.cpu.step_plan import Chosen, StepBatch, StepPlan
 from models.base import CausalLM
 from models.step_plan import step_plan
 
@@ -32,8 +32,9 @@ class StepGraph(Protocol):
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Logits of `batch.logits_rows` [L, vocab_size] float32, and captured hidden states by layer."""
 
-    def choose(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best token of each of `batch.logits_rows`, [L] int64, and its probability, [L] float32."""
+    def choose(self, batch: ForwardBatch, chances: bool) -> Chosen:
+        """The best token of each of `batch.logits_rows`, the lowest id among equals, and with `chances` its
+        probability."""
 
 
 class NativeGraph:
@@ -49,8 +50,8 @@ class NativeGraph:
     def run(self, batch: ForwardBatch) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         return self._plan.run(self._step(batch))
 
-    def choose(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._plan.choose(self._step(batch))
+    def choose(self, batch: ForwardBatch, chances: bool) -> Chosen:
+        return self._plan.choose(self._step(batch), chances)
 
     def _step(self, batch: ForwardBatch) -> StepBatch:
         return StepBatch(

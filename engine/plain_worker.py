@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from backends.forward import ForwardBatch
 from engine.penalties import TokenHistory, needs_history
 from engine.request import Request, TokenLogprob
 from engine.runner import ModelRunner
-from engine.sampler import SamplingRow, sample, token_logprobs
+from engine.sampler import SamplingRow, sample, takes_the_best, token_logprobs, unusable
 from engine.worker import SequenceStep, StepOutput
+
+# Of the rows of a pass: logits [R, V], or the best tokens where these are all that is wanted, -1 for one without.
+Rows = torch.Tensor | list[int]
 
 
 class PlainWorker:
@@ -35,13 +39,13 @@ class PlainWorker:
         return [() for _ in requests]
 
     def forward(self, steps: Sequence[SequenceStep]) -> list[StepOutput]:
-        logits = self.run_pass(steps)
+        rows = self.run_pass(steps)
         outputs = []
         start = 0
         for step in steps:
-            rows = self.runner.num_logits_rows(step)
-            outputs.append(self._output(step, logits[start : start + rows]))
-            start += rows
+            end = start + self.runner.num_logits_rows(step)
+            outputs.append(self._output(step, rows[start:end]))
+            start = end
         return outputs
 
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
@@ -59,21 +63,45 @@ class PlainWorker:
     def release(self, request: Request) -> None:
         self._histories.pop(request, None)
 
-    def run_pass(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
-        """The target's logits of all rows of `steps` that need them, in order."""
-        return self.runner.forward(self.runner.batch(steps)).logits
+    def run_pass(self, steps: Sequence[SequenceStep]) -> Rows:
+        """The target's word on all rows of `steps` that need it, in order."""
+        return self.run_batch(steps, self.runner.batch(steps))[0]
 
-    def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
-        """Tokens that follow the step's last known one, by its rows of logits [1 + drafts, V].
+    def run_batch(
+        self, steps: Sequence[SequenceStep], batch: ForwardBatch
+    ) -> tuple[Rows, Mapping[int, torch.Tensor]]:
+        """The pass over `batch`, that of `steps`, and the hidden states that it captures by layer."""
+        if all(self._needs_no_logits(step) for step in steps):
+            chosen = self.runner.choose(batch)
+            if chosen is not None:
+                return chosen.token_ids, chosen.captured
+        result = self.runner.forward(batch)
+        return result.logits, result.captured
+
+    def _needs_no_logits(self, step: SequenceStep) -> bool:
+        request = step.request
+        if self.runner.num_logits_rows(step) == 0:
+            return True
+        return (
+            request.sampling.logprobs is None
+            and not self.runner.wants_prompt_logits(request)
+            and takes_the_best(request)
+        )
+
+    def choose(self, step: SequenceStep, rows: Rows) -> list[tuple[int, TokenLogprob | None]]:
+        """Tokens that follow the step's last known one, by its rows, one and those of its drafts.
 
         Raises ValueError if a row that is needed has no usable logits.
         """
-        return [self.sample_row(step, logits, 0)]
+        return [self.sample_row(step, rows, 0)]
 
-    def sample_row(
-        self, step: SequenceStep, logits: torch.Tensor, row: int
-    ) -> tuple[int, TokenLogprob | None]:
+    def sample_row(self, step: SequenceStep, rows: Rows, row: int) -> tuple[int, TokenLogprob | None]:
         """The target's token after the first `row` drafts of the step, given that they stand."""
+        if isinstance(rows, list):
+            if rows[row] < 0:
+                raise ValueError(unusable(step.request.num_tokens + row))
+            return rows[row], None
+        logits = rows
         sampling_row = self.sampling_row(step.request, logits.shape[1], step.drafts[:row])
         result = sample(logits[row : row + 1], [sampling_row])
         if result.errors:
@@ -84,15 +112,16 @@ class PlainWorker:
         """What the token after all known ones and then `drafts` depends on, beside its logits."""
         return SamplingRow.of(request, self._eos_token_ids, self._history(request, vocab_size), drafts)
 
-    def _output(self, step: SequenceStep, logits: torch.Tensor) -> StepOutput:
+    def _output(self, step: SequenceStep, rows: Rows) -> StepOutput:
         request = step.request
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
         if self.runner.wants_prompt_logits(request):
-            prompt_logprobs = self._prompt_logprobs(step, logits)
+            assert isinstance(rows, torch.Tensor)
+            prompt_logprobs = self._prompt_logprobs(step, rows)
         if not step.samples or request.sampling.max_tokens == 0:
             return StepOutput(prompt_logprobs=prompt_logprobs)
         try:
-            chosen = self.choose(step, logits[-1 - len(step.drafts) :])
+            chosen = self.choose(step, rows[-1 - len(step.drafts) :])
         except ValueError as error:
             return StepOutput(error=str(error))
         logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)

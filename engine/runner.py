@@ -30,6 +30,7 @@ from engine.request import Request, SamplingParams
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 from kernels.cpu.library import available as native_kernels_available
+from kernels.cpu.step_plan import Chosen
 from models.base import CausalLM
 from models.loader import ModelFiles, load_model, resolve_device, resolve_precision
 from models.options import ModelOptions
@@ -204,7 +205,8 @@ class ModelRunner:
         self.slot_table.write(request.table_row, 0, request.slots)
         batch = self.batch([SequenceStep(request, 1, samples=True, drafts=(0,) * (rows - 1))])
         start = time.perf_counter()
-        self.forward(batch)
+        if self.choose(batch) is None:
+            self.forward(batch)
         return time.perf_counter() - start
 
     # -- facts -------------------------------------------------------------------------------------------------
@@ -311,13 +313,12 @@ class ModelRunner:
         return PassResult(logits, dict(hidden.captured))
 
     @torch.inference_mode()
-    def choose(self, batch: ForwardBatch) -> tuple[list[int], list[float]] | None:
-        """The best token of each of `batch.logits_rows` and its probability, where a captured pass can choose them
-        itself; None where only `forward` runs this batch."""
+    def choose(self, batch: ForwardBatch, chances: bool = False) -> Chosen | None:
+        """Run one pass that chooses the best token of each of `batch.logits_rows` itself, and with `chances` tells its
+        probability. None where no captured pass fits: then only `forward` runs this batch."""
         if self._graph is None or not self._graph.fits(batch):
             return None
-        tokens, chances = self._graph.choose(batch)
-        return tokens.tolist(), chances.tolist()
+        return self._graph.choose(batch, chances)
 
     def commit_state(self, kept: Mapping[int, int]) -> None:
         """Commit recurrent state after a verify: `kept[table_row]` of the rows of that sequence's block stand."""

@@ -96,6 +96,14 @@ class SamplingRow:
         return logits
 
 
+def takes_the_best(request: Request) -> bool:
+    """Whether whatever token comes next is the best by the logits as they are, the lowest id among equals."""
+    params = request.sampling
+    if params.temperature != 0 or params.logit_bias or needs_history(params):
+        return False
+    return len(request.output_ids) >= params.min_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class SampleResult:
     """One entry a row. `errors` names the rows that have no token (theirs is -1) and says why."""
@@ -117,7 +125,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampleResult:
         params = row.params
         logprob = None
         if not math.isfinite(best):
-            errors[index] = f"the model's logits for position {row.position} are not finite"
+            errors[index] = unusable(row.position)
             token = -1
         else:
             if params.temperature > 0 or row.adjusts_logits:
@@ -127,6 +135,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampleResult:
         result.token_ids.append(token)
         result.logprobs.append(logprob)
     return result
+
+
+def unusable(position: int) -> str:
+    """What is said of logits without a best one."""
+    return f"the model's logits for position {position} are not finite"
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:

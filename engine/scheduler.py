@@ -64,9 +64,7 @@ class Scheduler:
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
-        self._blocked = (
-            False  # the first that waits has no room in the pool, or waits for another one's prompt
-        )
+        self._blocked = False  # the first that waits lacks room in the pool, or another one's prompt
         self.preemptions = 0
 
     @property

@@ -10,17 +10,11 @@ import torch
 from backends.forward import ForwardBatch, ForwardMode
 from engine.request import Request
 from engine.runner import ModelRunner
+from engine.sampler import takes_the_best
 from models.dflash import DFlashDrafter
 from speculative.chain import draft_chains, last_tokens
 from speculative.features import FeatureDrafter, Span
-from speculative.proposal import (
-    DraftVocabulary,
-    MakeSamplingRow,
-    Proposal,
-    choose,
-    hopeful,
-    takes_the_best,
-)
+from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal, choose, hopeful
 
 
 class DFlash(FeatureDrafter):
@@ -78,10 +72,10 @@ class DFlash(FeatureDrafter):
         self.catch_up(requests)
         size = self._size(limits)
         batch = self._block(requests, size)
-        if all(takes_the_best(request, self.vocabulary, sampling_row) for request in requests):
-            chosen = self.runner.choose(batch)
+        if all(takes_the_best(request) for request in requests):
+            chosen = self.runner.choose(batch, chances=True)
             if chosen is not None:
-                choices = list(zip(*chosen, strict=True))
+                choices = list(zip(chosen.token_ids, chosen.chances, strict=True))
                 starts = range(0, len(choices), size - 1)
                 return [hopeful(choices[at : at + limit]) for at, limit in zip(starts, limits, strict=True)]
         logits = self.runner.forward(batch).logits.view(len(requests), size - 1, -1)

@@ -7,8 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from engine.plain_worker import Rows
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
@@ -129,18 +128,18 @@ class DraftingWorker(SpeculativeWorker):
         self._controller.observe_step(rows, time.perf_counter() - start)
         return outputs
 
-    def run_pass(self, steps: Sequence[SequenceStep]) -> torch.Tensor:
+    def run_pass(self, steps: Sequence[SequenceStep]) -> Rows:
         drafter = self._drafter
         if drafter is None:
             return super().run_pass(steps)
         following = [step for step in steps if self._follows(step.request) and drafter.room(step.request)]
         batch = self.runner.batch(steps, drafter.capture_layers if following else ())
-        result = self.runner.forward(batch)
-        drafter.target_wrote(steps, result.captured)
+        rows, captured = self.run_batch(steps, batch)
+        drafter.target_wrote(steps, captured)
         for step in following:
             if step.samples and step.num_tokens > 1:
                 self._prompt_slots[step.request] = list(step.request.slots)
-        return result.logits
+        return rows
 
     def observe(self, request: Request, step: SequenceStep, emitted: int) -> None:
         if self._drafter is not None and self._follows(request):

@@ -87,13 +87,6 @@ def hopeful(choices: Iterable[tuple[int, float]]) -> Proposal:
     return Proposal(tuple(tokens), tuple(levels))
 
 
-def takes_the_best(request: Request, vocabulary: DraftVocabulary, sampling_row: MakeSamplingRow) -> bool:
-    """Whether the best token by the logits as they are is the one that the request is to get."""
-    if request.sampling.temperature != 0:
-        return False
-    return not sampling_row(request, vocabulary.size, ()).adjusts_logits
-
-
 def _each(
     rows: npt.NDArray[np.float32],
     request: Request,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-import torch
-
-from engine.plain_worker import PlainWorker
+from engine.plain_worker import PlainWorker, Rows
 from engine.request import TokenLogprob
 from engine.runner import ModelRunner
 from engine.worker import SequenceStep, StepOutput
@@ -42,5 +40,5 @@ class SpeculativeWorker(PlainWorker):
             )
         return outputs
 
-    def choose(self, step: SequenceStep, logits: torch.Tensor) -> list[tuple[int, TokenLogprob | None]]:
-        return verify(step.drafts, lambda row: self.sample_row(step, logits, row), itemgetter(0))
+    def choose(self, step: SequenceStep, rows: Rows) -> list[tuple[int, TokenLogprob | None]]:
+        return verify(step.drafts, lambda row: self.sample_row(step, rows, row), itemgetter(0))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -93,6 +93,15 @@ class StepBatch:
     kv: KVTensors
     causal: bool = True
     capture_layers: Sequence[int] = ()
+
+
+class Chosen(NamedTuple):
+    """What a pass has chosen for its rows: the best token of each, -1 where its logits are not finite; its probability,
+    where that was asked for; and captured states by layer."""
+
+    token_ids: list[int]
+    chances: list[float]
+    captured: dict[int, torch.Tensor]
 
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -243,17 +252,19 @@ class StepPlan:
         logits = torch.empty(batch.logits_rows.shape[0], self._vocab, dtype=torch.float32)
         return logits, self._call(batch, logits=logits.data_ptr())
 
-    def choose(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, but only the best token of each row, the lowest id among equals, [L] int64, and its probability,
-        [L] float32: not a number where the logits are none.
+    def choose(self, batch: StepBatch, chances: bool = False) -> Chosen:
+        """As `run`, but only the best token of each row, the lowest id among equals, and with `chances` its
+        probability.
 
         With a successor head the rows of a sequence, equally many for each, go by the token before them, the first
         of them by the one that its pass has there.
         """
         rows = batch.logits_rows.shape[0]
-        tokens, chances = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-        self._call(batch, chosen=tokens.data_ptr(), chances=chances.data_ptr())
-        return tokens, chances
+        tokens = torch.empty(rows, dtype=torch.int64)
+        found = torch.empty(rows, dtype=torch.float32) if chances else None
+        result = {"chosen": tokens.data_ptr()} | ({} if found is None else {"chances": found.data_ptr()})
+        captured = self._call(batch, **result)
+        return Chosen(tokens.tolist(), [] if found is None else found.tolist(), captured)
 
     def _call(self, batch: StepBatch, **result: int) -> dict[int, torch.Tensor]:
         sequences = len(batch.query_lens)

@@ -20,6 +20,7 @@ from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.tokenizer import Tokenizer, load_tokenizer
 from engine.worker import SequenceStep
+from kernels.cpu.step_plan import Chosen
 from models.loader import inspect_model
 from models.options import Dtype, ModelOptions
 from tests.lossless import ROWS, answer, oracle, plain
@@ -165,6 +166,11 @@ class Captured:
         assert self.graph is not None
         self.passes += 1
         return self.graph.run(batch)
+
+    def choose(self, batch: ForwardBatch, chances: bool) -> Chosen:
+        assert self.graph is not None
+        self.passes += 1
+        return self.graph.choose(batch, chances)
 
 
 @needs_native

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -320,18 +321,21 @@ def test_tokens_chosen_in_the_pass_are_the_best_by_its_logits_and_the_first_of_e
     batch = pool.batch([(0, ids, 60)], logits_rows=torch.tensor([59, 3, 3]))
     with running_on(isa, threads):
         logits, _ = pool.plan.run(batch)
-        chosen, chances = pool.plan.choose(batch)
-    assert torch.equal(chosen, logits.argmax(-1))
-    assert (chosen < 50).all()
-    torch.testing.assert_close(chances, logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
+        found = pool.plan.choose(batch, chances=True)
+        assert pool.plan.choose(batch).token_ids == found.token_ids
+    assert found.token_ids == logits.argmax(-1).tolist() and max(found.token_ids) < 50
+    torch.testing.assert_close(torch.tensor(found.chances), logits.softmax(-1).amax(-1), rtol=1e-4, atol=1e-6)
 
 
-def test_logits_that_are_no_numbers_leave_no_chance() -> None:
+@pytest.mark.parametrize("values", [(torch.nan, 0.0), (torch.inf, -torch.inf)], ids=str)
+def test_no_token_is_chosen_where_a_logit_is_not_finite(isa: str, values: tuple[float, float]) -> None:
     model = randomised(llama)
-    model.model.norm.weight.data[0] = torch.nan
+    model.lm_head.weight.data[70:72, 3] = torch.tensor(values)
     pool, ids = Pool(plan_of(model)), tokens(8)
-    _, chances = pool.plan.choose(pool.batch([(0, ids, 8)], logits_rows=torch.tensor([7])))
-    assert chances.isnan().all()
+    batch = pool.batch([(0, ids, 8)], logits_rows=torch.tensor([7]))
+    assert pool.plan.choose(batch).token_ids == [-1]
+    found = pool.plan.choose(batch, chances=True)
+    assert found.token_ids == [-1] and np.isnan(found.chances).all()
 
 
 def test_a_pass_without_outputs_only_fills_the_cache(quantised: StepPlan) -> None:

@@ -280,12 +280,15 @@ def test_tokens_that_a_native_pass_chooses_are_the_references(
     for wanted in (rows, 1):
         some = dict(list(last.items())[:wanted])
         with team_of(threads):
-            tokens, chances = drafting.graph.choose(drafting.batch(some, first=1))
+            found = drafting.graph.choose(drafting.batch(some, first=1), chances=True)
         with torch.inference_mode():
             expected = [references[row].choose(target, token) for row, token in some.items()]
-        assert tokens.view(wanted, -1).tolist() == [choices for choices, _ in expected]
+        assert found.token_ids == [token for choices, _ in expected for token in choices]
         torch.testing.assert_close(
-            chances.view(wanted, -1), torch.tensor([own for _, own in expected]), rtol=1e-3, atol=1e-5
+            torch.tensor(found.chances),
+            torch.tensor([chance for _, own in expected for chance in own]),
+            rtol=1e-3,
+            atol=1e-5,
         )
 
 

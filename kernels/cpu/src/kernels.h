@@ -92,11 +92,18 @@ struct StateRow {
     float log_decay, beta;
 };
 
-// The best of the logits seen so far, the lowest column of equals, and the sum of all e^(logit - best). It starts as it
-// is here.
+// The best of the logits seen so far, the lowest column of equals, and where it is asked for the sum of all
+// e^(logit - best). It starts as it is here. `poison` is zeros unless a logit was no number or infinite.
 struct Best {
     float value = -3e38f, total = 0.0f;
     int64_t column = 0;
+    float poison[16] = {};
+
+    bool is_sound() const {
+        float all = 0.0f;
+        for (float lane : poison) all += lane;
+        return all == 0.0f;
+    }
 };
 
 struct Kernels {
@@ -110,7 +117,8 @@ struct Kernels {
     void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
     void (*add)(float* x, const float* y, int n);
     void (*add_tile)(const float* tile, int rows, int lanes, float* to, size_t stride);  // tile [rows][16]
-    void (*observe)(const float* tile, int rows, int lanes, int column, Best* best);  // tile [rows][16], best [rows]
+    // tile [rows][16], best [rows]
+    void (*observe)(const float* tile, int rows, int lanes, int column, bool wants_total, Best* best);
     void (*write_kv)(const float* x, int n, KvDtype dtype, void* out, float* scale);
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.

@@ -110,22 +110,30 @@ static void add_row(float* x, const float* y, int n) {
     });
 }
 
-static void observe(const float* tile, int rows, int lanes, int column, Best* best) {
-    alignas(64) float logits[16];
+static void observe(const float* tile, int rows, int lanes, int column, bool wants_total, Best* best) {
+    const f32 least = splat(-3e38f);  // of what a head gives; what is no number stays that
     for (int r = 0; r < rows; r++, tile += 16, best++) {
-        for (int i = 0; i < 16; i++) logits[i] = i < lanes ? tile[i] : -INFINITY;
-        const f32 row = load(logits);
+        f32 row = load(tile);
+        if (lanes < 16) {
+            alignas(64) float there[16];
+            for (int i = 0; i < 16; i++) there[i] = i < lanes ? tile[i] : -INFINITY;
+            row = load(there);
+        }
+        row = max(least, row);
+        store(best->poison, fma(row, splat(0.0f), load(best->poison)));
         const float highest = largest(row);
         if (highest > best->value) {
-            alignas(64) float before[16] = {best->value - highest};
-            store(before, exp(load(before)));
-            best->total *= before[0];
+            if (wants_total) {
+                alignas(64) float before[16] = {best->value - highest};
+                store(before, exp(load(before)));
+                best->total *= before[0];
+            }
             best->value = highest;
             int first = 0;
-            while (first < lanes - 1 && logits[first] != highest) first++;
+            while (first < lanes - 1 && tile[first] != highest) first++;
             best->column = column + first;
         }
-        best->total += sum(exp(sub(row, splat(best->value))));
+        if (wants_total) best->total += sum(exp(sub(row, splat(best->value))));
     }
 }
 

