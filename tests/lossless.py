@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from backends.options import AttentionOptions
 from engine.allocator import SlotAllocator
 from engine.engine import Engine, EngineStats
+from engine.graphs import StepGraph, capture
 from engine.options import CacheOptions, SchedulerOptions
 from engine.plain_worker import PlainWorker
 from engine.radix_cache import RadixCache
@@ -50,12 +51,20 @@ def load_runner(
     page_size: int = 1,
     interval: int = 16,
     capture_layers: Sequence[int] = (),
+    capture_graph: Callable[..., StepGraph | None] = capture,
 ) -> ModelRunner:
     """A runner that has gone through its start-up hooks."""
     options = ModelOptions(model=model, dtype=dtype, device="cpu")
     cache = CacheOptions(max_total_tokens=slots, page_size=page_size, mamba_track_interval=interval)
     runner = ModelRunner(
-        "target", inspect_model(options), options, cache, AttentionOptions(), ROWS, capture_layers
+        "target",
+        inspect_model(options),
+        options,
+        cache,
+        AttentionOptions(),
+        ROWS,
+        capture_layers,
+        capture_graph=capture_graph,
     )
     runner.load()
     runner.init_attention_backends()
