@@ -64,7 +64,7 @@ class Scheduler:
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
-        self._blocked = False  # the first that waits lacks room in the pool, or another one's prompt
+        self._blocked = False  # the pool is too full for the first that waits
         self.preemptions = 0
 
     @property
@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def num_seats(self) -> int:
-        """How many requests the next plan may admit. None while the first that waits cannot go on."""
+        """How many requests the next plan may admit. None while the first that waits has no room in the pool."""
         return 0 if self._blocked and self._waiting else self.max_running - len(self._running)
 
     @property
@@ -165,10 +165,9 @@ class Scheduler:
             promised = sum(self._pages(r.num_tokens + 1) - self._pages(len(r.slots)) for r in self._running)
             needed = self._pages(request.num_tokens + 1) - self._pages(len(match.slots))
             spare = (self.allocator.num_free + self.cache.evictable) // self.allocator.page_size
-            lacks_room = self._running and promised + needed > spare
-            if lacks_room or (use_cache and self._is_computed_by_another(request, len(match.slots))):
+            self._blocked = bool(self._running) and promised + needed > spare
+            if self._blocked or (use_cache and self._is_computed_by_another(request, match)):
                 self.cache.unlock(match.node)
-                self._blocked = True
                 return
             heapq.heappop(self._waiting)
             request.node = match.node
@@ -183,16 +182,17 @@ class Scheduler:
             request.state = RequestState.RUNNING
             self._running[request] = arrival
 
-    def _is_computed_by_another(self, request: Request, matched: int) -> bool:
-        """Whether a running request is about to share much more of this one's prompt than is `matched` in the tree."""
+    def _is_computed_by_another(self, request: Request, match: Match) -> bool:
+        """Whether a running request is about to share much more of this one's prompt than serves it of `match`."""
         if not self.cache.is_enabled:
             return False
         own = request.token_ids(0, request.num_tokens)
-        return any(
-            shared_length(other.token_ids(0, other.num_tokens), own) - matched >= _WORTH_WAITING
-            for other in self._running
-            if other.pending > 1
-        )
+        computing = (other for other in self._running if other.pending > 1)
+        common = max((shared_length(r.token_ids(0, r.num_tokens), own) for r in computing), default=0)
+        common -= common % self.allocator.page_size
+        if common < _WORTH_WAITING:
+            return False
+        return common - self._usable_prefix(request, match.slots) >= _WORTH_WAITING
 
     def _start(self, request: Request, match: Match) -> int:
         """How many of its tokens an admitted request need not compute."""

@@ -121,7 +121,7 @@ def test_copies_of_a_prompt_wait_for_the_first_to_compute_it() -> None:
         [(first, 20)],
         [(first, 5)],
     ]
-    assert scheduler.num_seats == 0
+    assert scheduler.num_seats == 3, "who waits for a prompt will have a seat"
     assert [(s.request.request_id, s.num_tokens) for s in run_one(scheduler)] == [
         ("a", 1),
         ("b", 1),
@@ -142,6 +142,37 @@ def test_nobody_waits_for_a_prompt_that_will_not_be_shared_or_is_hardly_the_same
         scheduler.add(request("other", other, **wanted))
         scheduler.plan()
         assert scheduler.num_running == 2
+
+
+def test_copies_wait_also_where_what_is_cached_serves_none_of_them() -> None:
+    """As the drafter knows nothing of it: the first one to compute it again does so for all."""
+    known: list[int] = []
+
+    def usable(request: Request, slots: Sequence[int]) -> int:
+        return len(slots) if known else 0
+
+    scheduler = build(slots=256, chunk=64, usable_prefix=usable)
+    prompt = list(range(100, 150))
+    scheduler.add(request("earlier", prompt))
+    run_one(scheduler)
+    for name in ("first", "copy"):
+        scheduler.add(request(name, prompt))
+    assert [s.num_tokens for s in run_one(scheduler)] == [1, 50]
+    known.append(1)
+    assert [s.num_tokens for s in run_one(scheduler)] == [1, 1, 1]
+
+
+def test_nobody_waits_for_a_page_that_will_not_be_whole() -> None:
+    scheduler = build(slots=256, page=16, chunk=40)
+    for name, end in (("first", 200), ("other", 300)):
+        scheduler.add(request(name, [*range(100, 147), *range(end, end + 20)]))
+    scheduler.plan()
+    assert scheduler.num_running == 1, "two pages are worth a wait"
+    scheduler = build(slots=256, page=16, chunk=40)
+    for name, end in (("first", 200), ("other", 300)):
+        scheduler.add(request(name, [*range(100, 131), *range(end, end + 20)]))
+    scheduler.plan()
+    assert scheduler.num_running == 2
 
 
 def test_a_copy_does_not_wait_for_one_that_was_aborted() -> None:
