@@ -12,13 +12,17 @@ import msgspec
 from command import print_row, run
 from cyclopts import Parameter
 from cyclopts.validators import Number
+from dependency_injector import providers
 from in_process import Answer, InProcess, same_tokens, sources, tandem
 from prompts import Prompt, PromptOptions
 from timing import total
 
+from app.application import build
 from app.settings import EngineSettings
+from containers.application import ApplicationContainer
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
+from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
 
 BASELINE = "none"
 _WIDTHS = (20, 10, 8, 14, 10, 8)
@@ -37,10 +41,30 @@ class Row:
         return len({answer.token_ids for answer in self.answers.values()}) == 1
 
 
+class Everything(PayoffController):
+    """Has everything drafted and verified, whether or not it pays."""
+
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
+        return Choice([i for i, prospect in enumerate(prospects) if prospect.worth is not None], True)
+
+    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
+        return [len(candidate.levels) for candidate in candidates]
+
+
+def without_control(settings: EngineSettings) -> ApplicationContainer:
+    """The application, but that all drafts are made and verified."""
+    container = build(settings)
+    container.controller.override(providers.Singleton(Everything))
+    container.drafting_worker.reset()  # `build` made those of the controller that was
+    container.engine.reset()
+    return container
+
+
 def speculation(
     *,
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 256,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    always: Annotated[bool, Parameter(negative=())] = False,
     options: Annotated[PromptOptions, Parameter(name="*")] = PromptOptions(),
     settings: Annotated[EngineSettings, Parameter(name="*")] = EngineSettings(),
 ) -> int:
@@ -56,11 +80,13 @@ def speculation(
         Longest answer.
     temperature
         Of sampling, with a seed by prompt. 0: greedy.
+    always
+        Make and verify all drafts, whether or not they pay: accept lengths are then those of the drafter by itself.
     """
     prompts = options.read()
     rows: list[Row] = []
     skipped: list[str] = []
-    with tandem(settings) as engine:
+    with tandem(settings, without_control if always else build) as engine:
         algorithms = engine.algorithms
         # The first steps of a shape are slow.
         for algorithm in algorithms:

@@ -15,7 +15,7 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `draft_window_size`: how many tokens of context a DFlash block sees; None: all.
     """
 
-    algorithm: Algorithm = "ngram"
+    algorithm: Algorithm = "auto"
     has_drafter: bool = False  # whether a drafting model is loaded beside the target
     num_draft_tokens: int = 16
     ngram_min_match: int = 1

@@ -259,7 +259,8 @@ def test_left_alone_the_parts_keep_their_own_defaults() -> None:
     assert read.attention_options() == AttentionOptions()
     assert read.cache_options() == CacheOptions()
     assert read.scheduler_options() == SchedulerOptions()
-    assert read.speculative_options() == SpeculativeOptions()
+    assert read.speculative_options() == SpeculativeOptions(has_drafter=True)
+    assert settings("--model", "some/model").speculative_options() == SpeculativeOptions()
 
 
 def test_a_model_is_not_split_over_devices() -> None:
@@ -281,7 +282,7 @@ def test_the_default_model_has_a_drafter_and_another_model_only_the_one_that_is_
         .speculative_options()
         .has_drafter
     )
-    assert not settings().speculative_options().has_drafter
+    assert settings().speculative_options().has_drafter, "by default it drafts with it"
 
 
 def test_two_batch_overlap_can_be_asked_for() -> None:

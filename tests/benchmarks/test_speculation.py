@@ -118,8 +118,9 @@ def test_a_whole_run(tmp_path: Path, temperature: str, capsys: pytest.CaptureFix
         assert summary[algorithm]["tokens_per_s"] > 0
 
 
+@pytest.mark.parametrize("always", [[], ["--always"]], ids=["where it pays", "always"])
 def test_auto_is_compared_with_all_that_it_chooses_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, always: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "abcabc"}) + "\n")
@@ -136,11 +137,13 @@ def test_auto_is_compared_with_all_that_it_chooses_from(
         f"--model {model} --device cpu --max-total-tokens 512 --max-tokens 24 --json --speculative-algorithm auto "
         f"--speculative-draft-model-path {tmp_path / 'drafter'} --prompts {prompts}"
     )
-    assert run(speculation, flags.split()) == 0
+    assert run(speculation, [*flags.split(), *always]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["identical"] is True
     for algorithm in ("none", "ngram", "dflash", "auto"):
         assert {"accept_length", "tokens_per_s", "speedup"} <= set(summary[algorithm])
+    if always:
+        assert summary["dflash"]["verified_share"] > 0.9
 
 
 def test_engine_settings_also_come_from_the_environment(capsys: pytest.CaptureFixture[str]) -> None:
