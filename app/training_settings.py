@@ -106,8 +106,8 @@ class TrainingSettings:
         Weights,
         Parameter(
             group=_TRAINING,
-            help="What the drafter is stored in. int8 is half the size and the faster one on a CPU; bfloat16 is what "
-            "other servers read.",
+            help="What the drafter is stored in. int8 is half the size and the faster one on a CPU; bfloat16 keeps "
+            "more of what was trained.",
         ),
     ] = _DEFAULT.weights
     cache_gb: Annotated[
