@@ -101,9 +101,8 @@ class PlainWorker:
             if rows[row] < 0:
                 raise ValueError(unusable(step.request.num_tokens + row))
             return rows[row], None
-        logits = rows
-        sampling_row = self.sampling_row(step.request, logits.shape[1], step.drafts[:row])
-        result = sample(logits[row : row + 1], [sampling_row])
+        sampling_row = self.sampling_row(step.request, rows.shape[1], step.drafts[:row])
+        result = sample(rows[row : row + 1], [sampling_row])
         if result.errors:
             raise ValueError(result.errors[0])
         return result.token_ids[0], result.logprobs[0]

@@ -77,10 +77,6 @@ class RadixCache:
         self._protected = 0
 
     @property
-    def is_enabled(self) -> bool:
-        return self._enabled
-
-    @property
     def evictable(self) -> int:
         """Slots in the tree that no lock holds."""
         return self._evictable
@@ -104,11 +100,15 @@ class RadixCache:
             if child is None:
                 break
             stop = min(end, start + len(child.token_ids))
-            shared = self._whole_pages(shared_length(child.token_ids, list(token_ids[start:stop])))
+            shared = self.common_prefix(child.token_ids, list(token_ids[start:stop]))
             node = child if shared == len(child.token_ids) else self._split(child, shared)
             node.last_used = self._clock
             slots += node.slots
         return Match(slots, node)
+
+    def common_prefix(self, a: list[int], b: list[int]) -> int:
+        """How many leading tokens of both could be shared: whole pages, and none if the cache is disabled."""
+        return self._whole_pages(_shared_length(a, b)) if self._enabled else 0
 
     def resume(self, match: Match, limit: int) -> Checkpoint | None:
         """From where a sequence can go on whose first `limit` tokens are in `match`; None: from its beginning.
@@ -251,7 +251,7 @@ class RadixCache:
         return length // self._page_size * self._page_size
 
 
-def shared_length(a: list[int], b: list[int]) -> int:
+def _shared_length(a: list[int], b: list[int]) -> int:
     """How many leading items agree. By halving, as comparing slices is fast; linear in all."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:

@@ -98,10 +98,7 @@ class SamplingRow:
 
 def takes_the_best(request: Request) -> bool:
     """Whether whatever token comes next is the best by the logits as they are, the lowest id among equals."""
-    params = request.sampling
-    if params.temperature != 0 or params.logit_bias or needs_history(params):
-        return False
-    return len(request.output_ids) >= params.min_tokens
+    return request.sampling.temperature == 0 and not SamplingRow.of(request, ()).adjusts_logits
 
 
 @dataclass(frozen=True, slots=True)

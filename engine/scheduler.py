@@ -18,7 +18,7 @@ from itertools import count
 from engine.allocator import SlotAllocator
 from engine.checkpoints import Checkpoint
 from engine.options import SchedulerOptions
-from engine.radix_cache import Match, RadixCache, shared_length
+from engine.radix_cache import Match, RadixCache
 from engine.request import Request, RequestState
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
@@ -184,12 +184,11 @@ class Scheduler:
 
     def _is_computed_by_another(self, request: Request, match: Match) -> bool:
         """Whether a running request is about to share much more of this one's prompt than serves it of `match`."""
-        if not self.cache.is_enabled:
+        computing = [other for other in self._running if other.pending > 1]
+        if not computing:
             return False
         own = request.token_ids(0, request.num_tokens)
-        computing = (other for other in self._running if other.pending > 1)
-        common = max((shared_length(r.token_ids(0, r.num_tokens), own) for r in computing), default=0)
-        common -= common % self.allocator.page_size
+        common = max(self.cache.common_prefix(r.token_ids(0, r.num_tokens), own) for r in computing)
         if common < _WORTH_WAITING:
             return False
         return common - self._usable_prefix(request, match.slots) >= _WORTH_WAITING

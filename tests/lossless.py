@@ -11,7 +11,7 @@ from backends.options import AttentionOptions
 from engine.allocator import SlotAllocator
 from engine.engine import Engine, EngineStats
 from engine.graphs import StepGraph, capture
-from engine.options import CacheOptions, SchedulerOptions
+from engine.options import CacheOptions, KVCacheDtype, SchedulerOptions
 from engine.plain_worker import PlainWorker
 from engine.radix_cache import RadixCache
 from engine.request import Request, SamplingParams, SpeculationStats, TokenLogprob
@@ -52,10 +52,16 @@ def load_runner(
     interval: int = 16,
     capture_layers: Sequence[int] = (),
     capture_graph: Callable[..., StepGraph | None] = capture,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ModelRunner:
     """A runner that has gone through its start-up hooks."""
     options = ModelOptions(model=model, dtype=dtype, device="cpu")
-    cache = CacheOptions(max_total_tokens=slots, page_size=page_size, mamba_track_interval=interval)
+    cache = CacheOptions(
+        max_total_tokens=slots,
+        page_size=page_size,
+        mamba_track_interval=interval,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     runner = ModelRunner(
         "target",
         inspect_model(options),

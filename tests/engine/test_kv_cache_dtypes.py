@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backends.forward import ForwardBatch
-from backends.options import AttentionOptions
 from engine.graphs import NativeGraph, StepGraph, capture
 from engine.options import CacheOptions, KVCacheDtype
 from engine.request import Request, SamplingParams
@@ -23,7 +22,7 @@ from engine.worker import SequenceStep
 from kernels.cpu.step_plan import Chosen
 from models.loader import inspect_model
 from models.options import Dtype, ModelOptions
-from tests.lossless import ROWS, answer, oracle, plain
+from tests.lossless import answer, load_runner, oracle, plain
 from tests.models import deepseek_checkpoints
 from tests.models.checkpoints import make_checkpoint
 from tests.native import needs_native
@@ -58,21 +57,7 @@ def started(
     dtype: Dtype = "float32",
     capture_graph: Callable[..., StepGraph | None] = capture,
 ) -> ModelRunner:
-    options = ModelOptions(model=str(model), dtype=dtype, device="cpu")
-    cache = CacheOptions(max_total_tokens=900, kv_cache_dtype=kv_cache_dtype)
-    runner = ModelRunner(
-        "target",
-        inspect_model(options),
-        options,
-        cache,
-        AttentionOptions(),
-        ROWS,
-        capture_graph=capture_graph,
-    )
-    runner.load()
-    runner.init_attention_backends()
-    runner.init_graphs()
-    return runner
+    return load_runner(str(model), dtype, 900, capture_graph=capture_graph, kv_cache_dtype=kv_cache_dtype)
 
 
 def logits(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
