@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from dependency_injector import providers
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def build(settings: EngineSettings) -> ApplicationContainer:
-    """Wire the parts, and check all that can be seen without loading a model.
+    """Wire the parts, and check all that can be seen without loading a model. Any of them can still be overridden.
 
     Raises SettingsError, which names the setting or the file at fault.
     """
@@ -44,6 +45,7 @@ def build(settings: EngineSettings) -> ApplicationContainer:
         container.engine()  # makes everything but what start-up makes
     except ModelError as error:
         raise SettingsError(str(error)) from error
+    _forget_parts(container)
     limit, asked = files.config.context_length, settings.context_length
     if asked is not None and asked > limit:
         raise SettingsError(
@@ -54,6 +56,14 @@ def build(settings: EngineSettings) -> ApplicationContainer:
     if lack is not None and resolve_device(settings.device).type == "cpu":
         logger.info("no native CPU kernels: %s", lack)
     return container
+
+
+def _forget_parts(container: ApplicationContainer) -> None:
+    """Let go of what was made, that overriding a part reaches those that hold it; what was read stays read."""
+    read = (container.model_files, container.draft_model_files, container.tokenizer)
+    for provider in container.traverse(types=[providers.Singleton]):
+        if provider not in read:
+            provider.reset()
 
 
 def _check_attention_backends(settings: EngineSettings) -> None:

@@ -84,7 +84,6 @@ def decode_profile(
         container = build(settings)
         timed.append(TimedWorker(container.target.runner(), container.tokenizer().eos_token_ids))
         container.worker.override(providers.Object(timed[0]))
-        container.engine.reset()  # `build` made one of the worker that was
         return container
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

@@ -55,8 +55,6 @@ def without_control(settings: EngineSettings) -> ApplicationContainer:
     """The application, but that all drafts are made and verified."""
     container = build(settings)
     container.controller.override(providers.Singleton(Everything))
-    container.drafting_worker.reset()  # `build` made those of the controller that was
-    container.engine.reset()
     return container
 
 

@@ -27,7 +27,8 @@ from speculative.training.options import TrainingOptions
 from speculative.training.start import dense, empty_drafter, initial_drafter, spread
 from speculative.training.states import TargetStates
 
-_EVALUATED = 48  # examples
+_EVALUATED = 48  # examples, of all files alike
+_WHOLE_EVERY = 4  # steps, one of which takes whole blocks
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
 _CLIP = 1.0
@@ -73,7 +74,7 @@ class Trainer:
         self.states = states
         self._target, self._examples = target, examples
         self._folder, self._clock = folder, clock
-        self._evaluated = [i for i, example in enumerate(examples) if held_out(example)][:_EVALUATED]
+        self._evaluated = spread([i for i, example in enumerate(examples) if held_out(example)], _EVALUATED)
         training = [i for i, example in enumerate(examples) if not held_out(example)]
         if not self._evaluated or not training:
             raise ValueError(
@@ -205,9 +206,9 @@ class Trainer:
         options, progress = self.options, self.progress
         for group in self._optimizer.param_groups:
             group["lr"] = options.learning_rate * self._schedule()
-        # Every other step takes twice as many blocks of half the size: what is drafted first is accepted most
-        # often, and a drafter that knows shorter blocks can be asked for one.
-        parts = 2 if progress.step % 2 and self.shape.short_block_size is not None else 1
+        # Most steps take twice as many blocks of half the size: what is drafted first is accepted most often, and a
+        # drafter that knows shorter blocks can be asked for one.
+        parts = 2 if progress.step % _WHOLE_EVERY and self.shape.short_block_size is not None else 1
         blocks = self._sampler.batch(
             progress.epoch,
             progress.batch,

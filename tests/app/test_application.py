@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from dependency_injector import providers
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 from app.application import BearerAuth, build, server_info
 from app.lifecycle import Lifecycle
 from app.settings import EngineSettings, SettingsError
+from speculative.adaptive import PayoffController
 from tests.tiny_model import CONTEXT_LEN, save_tiny_model
 
 
@@ -81,6 +83,21 @@ def test_an_algorithm_without_its_drafter_is_refused(model: str, algorithm: str)
 def test_a_drafter_that_is_none_is_refused(model: str) -> None:
     message = unusable(model=model, speculative_algorithm="dflash", speculative_draft_model_path=model)
     assert "--speculative-algorithm standalone" in message
+
+
+def test_a_part_overridden_after_the_checks_is_in_those_that_hold_it(model: str) -> None:
+    container = build(EngineSettings(model=model, device="cpu", speculative_algorithm="ngram"))
+    tokenizer = container.tokenizer()
+    made: list[PayoffController] = []
+
+    def make() -> PayoffController:
+        made.append(PayoffController())
+        return made[-1]
+
+    container.controller.override(providers.Callable(make))
+    container.engine()
+    assert len(made) == 1
+    assert container.tokenizer() is tokenizer, "what was read is not read again"
 
 
 def test_server_info_describes_the_drafter_beside_its_target(model: str) -> None:
