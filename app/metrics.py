@@ -29,8 +29,8 @@ _COUNTERS = {
 # What a drafting worker has to say, where its drafter's card promises an accept length.
 _WORKER = {
     "drafter_accept_length": "Accept length of the last window of drafts, as if all were verified to their ends",
-    "drafter_accept_length_promised": "The same by the drafter's card",
-    "drafter_accept_length_alarm": "1 while the drafter falls short of its card",
+    "drafter_accept_length_promised": "Accept length that the drafter's card promises, of text like its training data",
+    "drafter_accept_length_alarm": "1 while drafter_accept_length falls short of what is promised",
 }
 
 

@@ -163,6 +163,13 @@ class ModelRunner:
             self._backends.prefill_attention_backend_str,
             self._backends.decode_attention_backend_str,
         )
+        if self._target is None and self.max_context_len < self.context_len:
+            logger.warning(
+                "contexts end at %d tokens, not at %d: the KV pool has no more slots (--max-total-tokens, "
+                "--mem-fraction-static)",
+                self.max_context_len,
+                self.context_len,
+            )
 
     def init_graphs(self) -> None:
         """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""

@@ -135,13 +135,31 @@ def test_a_template_that_knows_developers_gets_them() -> None:
         assert prompt_of(engine) == "developer!"
 
 
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},
+]
+
+
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
+    engine = FakeEngine(ByteTokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    with (
+        engine,
+        serving(make_app(engine)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="no place for tools") as caught:
+            client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS)
+        assert caught.value.param == "tools"
+        client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="none")
+        client.chat.completions.create(model="tiny", messages=HI, tools=[])
+
+
 def test_tools_reach_the_template_unless_none_may_be_chosen(
     client: openai.OpenAI, engine: FakeEngine
 ) -> None:
-    tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
-    client.chat.completions.create(model="tiny", messages=HI, tools=tools, tool_choice="auto")
+    client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="auto")
     assert prompt_of(engine).startswith("[look]")
-    client.chat.completions.create(model="tiny", messages=HI, tools=tools, tool_choice="none")
+    client.chat.completions.create(model="tiny", messages=HI, tools=TOOLS, tool_choice="none")
     assert "look" not in prompt_of(engine)
 
 

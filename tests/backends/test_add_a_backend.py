@@ -55,10 +55,13 @@ class DenseBackend(AttentionBackend):
                 entries.double().repeat_interleave(group, 1)
                 for entries in batch.kv_pool.gather(layer.layer_id, slots)
             )
-            for j, row in enumerate(rows):
-                seen = len(slots) - len(rows) + j + 1
-                weights = torch.einsum("hd,khd->hk", row, keys[:seen]).mul(layer.scale).softmax(-1)
-                out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
+            for position, row in enumerate(rows, start=len(slots) - len(rows)):
+                first = 0 if layer.sliding_window is None else max(0, position + 1 - layer.sliding_window)
+                seen = slice(first, position + 1 if batch.causal else len(slots))
+                scores = torch.einsum("hd,khd->hk", row, keys[seen]) * layer.scale
+                if layer.logit_softcap is not None:
+                    scores = layer.logit_softcap * torch.tanh(scores / layer.logit_softcap)
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[seen]))
         return torch.stack(out).to(query.dtype)
 
 

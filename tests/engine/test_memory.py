@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from backends.kv_pool import DTYPES, KVLayout
 from engine.memory import MAX_CONTEXTS, NO_LIMIT, cgroup_headroom, num_checkpoints, num_slots
 from engine.options import CacheOptions
+from tests.lossless import load_runner
+from tests.tiny_model import CONTEXT_LEN, save_tiny_model
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -148,3 +151,13 @@ def test_a_pool_of_a_size_that_was_asked_for_leaves_checkpoints_the_rest() -> No
 def test_without_a_prefix_cache_there_are_no_checkpoints() -> None:
     options = CacheOptions(max_total_tokens=1000, enable_prefix_caching=False)
     assert num_checkpoints(100, [layout("int8")], options, 1000, CPU, 0) == 0
+
+
+def test_a_pool_that_shortens_contexts_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = save_tiny_model(tmp_path)
+    with caplog.at_level(logging.WARNING, "engine.runner"):
+        assert load_runner(str(model), "float32", slots=CONTEXT_LEN).max_context_len == CONTEXT_LEN
+        assert not caplog.text
+        assert load_runner(str(model), "float32", slots=20).max_context_len == 20
+    assert f"contexts end at 20 tokens, not at {CONTEXT_LEN}" in caplog.text
+    assert "--max-total-tokens" in caplog.text
