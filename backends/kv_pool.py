@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu import library
+from backends.pool_memory import zeros
 from kernels.cpu.kv import KVTensors
 
 FP8 = torch.float8_e4m3fn
@@ -95,16 +95,16 @@ class KVPool:
         self.num_slots = num_slots
         shape = (layout.num_layers, num_slots, layout.num_kv_heads)
         # Zeros, not empty: a masked slot still enters a product, and NaN times zero is NaN.
-        self.key = _zeros((*shape, layout.head_dim), layout.dtype, device)
-        self.value = _zeros((*shape, layout.v_head_dim), layout.dtype, device)
+        self.key = zeros((*shape, layout.head_dim), layout.dtype, device)
+        self.value = zeros((*shape, layout.v_head_dim), layout.dtype, device)
         self.key_scale = [1.0] * layout.num_layers
         self.value_scale = [1.0] * layout.num_layers
         self.key_slot_scales: torch.Tensor | None = None
         self.value_slot_scales: torch.Tensor | None = None
         if layout.dtype == INT8:
-            self.key_slot_scales = torch.zeros(shape, device=device)
+            self.key_slot_scales = zeros(shape, torch.float32, device)
             if not layout.is_latent:
-                self.value_slot_scales = torch.zeros(shape, device=device)
+                self.value_slot_scales = zeros(shape, torch.float32, device)
         self._peaks: torch.Tensor | None = None  # [2, num_layers] while calibrating
 
     def write(self, layer_id: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -214,14 +214,6 @@ def _widen(entries: torch.Tensor) -> torch.Tensor:
     # Sign, exponent and fraction stand in the same order in float16, whose exponent is a bit longer and 8 higher.
     bits = entries.view(torch.int8).short().bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
     return bits.view(torch.float16).float().mul_(256.0)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, on a CPU in large pages: decoding reads a whole context from them at every step."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and library.available():
-        library.use_large_pages(tensor.data_ptr(), tensor.nbytes)
-    return tensor.zero_()
 
 
 def _fp8_scale(peak: float) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from backends.pool_memory import zeros
 from kernels.linear_attention import CHUNK
 
 
@@ -65,12 +66,11 @@ class StatePool:
         self.layout = layout
         self.checkpoint_rows = range(num_rows, num_rows + num_checkpoints)
         layers, keys, rows = layout.num_layers, layout.num_key_heads, num_rows + num_checkpoints
-        self.conv = torch.zeros(
-            layers, rows, layout.conv_taps - 1, layout.conv_channels, dtype=layout.dtype, device=device
-        )
+        conv = (layers, rows, layout.conv_taps - 1, layout.conv_channels)
+        self.conv = zeros(conv, layout.dtype, device)
         width = layout.num_heads // keys * layout.value_dim if keys else 0
-        self.recurrent = torch.zeros(layers, rows, keys, layout.key_dim, width, device=device)
-        self.recent = torch.zeros(layers, num_rows, CHUNK, sum(layout.row_parts), device=device)
+        self.recurrent = zeros((layers, rows, keys, layout.key_dim, width), torch.float32, device)
+        self.recent = zeros((layers, num_rows, CHUNK, sum(layout.row_parts)), torch.float32, device)
         self.lengths = [0] * num_rows
         self.pending: dict[int, object] = {}
 
