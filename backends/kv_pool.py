@@ -54,11 +54,6 @@ class KVLayout:
         return self.v_head_dim == 0
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether what is stored has to be multiplied by a scale."""
-        return self.dtype in (FP8, INT8)
-
-    @property
     def dtype_name(self) -> str:
         """As settings name it."""
         return next(

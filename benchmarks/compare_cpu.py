@@ -105,7 +105,7 @@ def compare_cpu(
     """Measure Tandem and its peers on one GGUF file: decoding, streams, prompts, texts with speculation, memory.
 
     Every engine is a process of its own; they take turns, workload by workload, and the first one changes. Figures
-    are medians over --repeats, all greedy. Ratios above 1 mean that Tandem is faster, except for memory and start-up.
+    are medians over --repeats, all greedy. Ratios above 1 mean that Tandem is faster, except for memory.
 
     Parameters
     ----------

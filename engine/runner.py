@@ -172,7 +172,7 @@ class ModelRunner:
             )
 
     def init_graphs(self) -> None:
-        """Prepare the passes that run most: a native step plan on a CPU, CUDA graphs on a GPU."""
+        """Prepare the passes that run most: a native step plan on a CPU, nothing yet on a GPU."""
         assert self.model is not None and self.kv_pool is not None and self.attn_backend is not None
         # A DFlash drafter has no pass over tokens alone; its keys are normed.
         if self.kv_pool.layout.dtype == FP8 and self.files.dflash is None:

@@ -2,7 +2,7 @@
 
 The token at position p is argmax(filter(adjusted / T) + gumbel(seed, choice, p, token id)): a draw from the
 filtered softmax (the Gumbel-max trick) that depends on its own row of logits and its own request only. Who
-verifies a drafted token compares it with this one; a drafter that has logits picks with this function too.
+verifies a drafted token compares it with this one; a drafter that has logits picks by the same rule.
 
 Rows are worked on one at a time in numpy: single-threaded, so in a step of a few milliseconds it neither
 wakes nor waits for a thread pool. Logits on another device are fetched row by row, unless argmax is enough.

@@ -1,4 +1,4 @@
-"""How a step is computed: the worker interface, and the plain worker that decodes one token at a time.
+"""How a step is computed: the worker interface.
 
 The scheduler decides who takes part in a step; a worker says what each one emits. Speculative workers (in
 `speculative/`) implement the same protocol and are injected in place of the plain one.

@@ -17,7 +17,7 @@ class PackedWeight:
     """A [rows, columns] matrix, y = x @ W^T.
 
     format: a GGUF type name ("F32", "BF16", "Q4_1", …) for the file's own layout, or that name with the
-        suffix of a kernel layout ("Q4_1/vnni") once a kernel has repacked it.
+        suffix of a kernel layout ("Q4_1/native") once a kernel has repacked it.
     data: [rows, columns] for float formats, else uint8 [rows, bytes per row] (a kernel layout may be flat).
     """
 

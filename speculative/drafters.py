@@ -21,7 +21,7 @@ _KINDS = {
 def make_drafter(runner: ModelRunner, options: SpeculativeOptions, vocab_size: int) -> Drafter:
     """The drafter over `runner`'s model, for a target of `vocab_size` tokens.
 
-    Raises ModelError where `options` name another algorithm than the model is for.
+    Raises ModelError where `options` name another algorithm than the model is for, or a window that it has not.
     """
     kind = runner.files.drafts
     if options.algorithm not in (kind, "auto"):
@@ -31,6 +31,10 @@ def make_drafter(runner: ModelRunner, options: SpeculativeOptions, vocab_size: i
         )
     if kind == "dflash":
         return DFlash(runner, options.num_draft_tokens, vocab_size, options.draft_window_size)
+    if options.draft_window_size is not None:
+        raise ModelError(
+            f"--speculative-draft-window-size is for DFlash drafters: {runner.files.path} is {_KINDS[kind]}"
+        )
     made: dict[str, type[Drafter]] = {"standalone": Standalone, "eagle3": Eagle3, "mtp": MTP}
     return made[kind](runner, options.num_draft_tokens, vocab_size)
 

@@ -85,6 +85,16 @@ def test_a_drafter_that_is_none_is_refused(model: str) -> None:
     assert "--speculative-algorithm standalone" in message
 
 
+def test_a_window_is_refused_for_a_drafter_that_has_none(model: str) -> None:
+    message = unusable(
+        model=model,
+        speculative_algorithm="standalone",
+        speculative_draft_model_path=model,
+        speculative_draft_window_size=8,
+    )
+    assert "--speculative-draft-window-size is for DFlash drafters" in message
+
+
 def test_a_part_overridden_after_the_checks_is_in_those_that_hold_it(model: str) -> None:
     container = build(EngineSettings(model=model, device="cpu", speculative_algorithm="ngram"))
     tokenizer = container.tokenizer()
