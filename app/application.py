@@ -91,12 +91,13 @@ class BearerAuth:
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
-        self._expected = f"Bearer {api_key}".encode()
+        self._key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not scope["path"].startswith("/health"):
-            given = HTTPConnection(scope).headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, self._expected):
+            given = HTTPConnection(scope).headers.get("authorization", "")
+            scheme, _, key = given.encode("latin-1").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(key, self._key):
                 error = ApiError(
                     401,
                     "a valid API key is needed: Authorization: Bearer KEY",
@@ -138,7 +139,7 @@ def create_app(
     deps = ServerDeps(
         engine=container.engine,
         tokenizer=container.tokenizer,
-        max_context_len=container.max_context_len,
+        max_context_len=lambda: container.engine().max_context_len,
         status=lifecycle,
         server_info=lambda: server_info(container, lifecycle),
         served_model_name=settings.served_model_name or container.model_files().name,

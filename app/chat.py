@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -43,22 +42,22 @@ def _arguments(text: str | None, where: str) -> dict[str, Any]:
 async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_tools: bool = True) -> list[int]:
     """Token ids of the templated messages. Raises ApiError 400 where the template refuses them."""
 
+    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
+    if tools and not tokenizer.takes_tools:
+        raise bad_request(
+            "the model's chat template has no place for tools, so the model would not see them",
+            "tools",
+            "unsupported_parameter",
+        )
+
     def render() -> list[int]:
-        tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
-        apply = partial(
-            tokenizer.apply_chat_template,
+        text = tokenizer.apply_chat_template(
             template_messages(fields.messages, tokenizer.chat_template),
+            tools=tools or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=bool(fields.continue_final_message),
             **(fields.chat_template_kwargs or {}),
         )
-        text = apply(tools=tools or None)
-        if tools and text == apply(tools=None):
-            raise bad_request(
-                "the model's chat template has no place for tools, so the model would not see them",
-                "tools",
-                "unsupported_parameter",
-            )
         # The template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
 

@@ -13,8 +13,6 @@ from starlette.responses import Response
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 
 _TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",

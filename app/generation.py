@@ -183,7 +183,7 @@ class Generator:
             [
                 Request(
                     request_id=f"{api_id}-{i * n + j}",
-                    prompt_ids=list(prompt),
+                    prompt_ids=prompt,
                     sampling=sampling,
                     sink=generation.sink,
                     choice=j,

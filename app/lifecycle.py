@@ -129,7 +129,10 @@ class Lifecycle:
         engine = self._engine = self._get_engine()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._announce, engine, task_status)
+            ended = anyio.Event()
+            tasks.start_soon(_stop_when_cancelled, engine, ended)
             await to_thread.run_sync(self._run_loop, engine, limiter=CapacityLimiter(1))
+            ended.set()
         if self._failure is not None:
             raise EngineFailed(f"the decode loop failed: {self._failure!r}") from self._failure
 
@@ -147,3 +150,11 @@ class Lifecycle:
             self._failure = error
         finally:
             engine.started.set()  # nobody may wait for a loop that died before it began
+
+
+async def _stop_when_cancelled(engine: DecodeLoop, ended: anyio.Event) -> None:
+    """Whoever cancels waits for the loop's thread, which knows nothing of it."""
+    try:
+        await ended.wait()
+    finally:
+        engine.stop()

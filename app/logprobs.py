@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from app.answers import ChatLogprob, ChatLogprobs, ChosenLogprob, CompletionLogprobs
 from app.deps import TokenizerPort
@@ -41,9 +41,11 @@ class CompletionLogprobWriter:
     takes no place in it.
     """
 
-    def __init__(self, tokenizer: TokenizerPort, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: TokenizerPort, skip_special_tokens: bool, prompt_ids: Sequence[int]
+    ) -> None:
         self._tokenizer = tokenizer
-        self._output = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._output = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt_ids)
         self._offset = 0
 
     def write_prompt(

@@ -29,6 +29,8 @@ MAX_CHOICES = 2048  # of one API request, all prompts together
 MAX_TOKEN_IDS = 1024  # that a request biases, or stops at: each costs time at every token
 DEFAULT_COMPLETION_TOKENS = 16
 _MAX_INT64 = 2**63 - 1
+_MOST_ERRORS = 1000
+_MOST_EXTRA = 64  # fields that we do not know: for each, a known one is looked for that it may mean
 
 TokenId = Annotated[int, Field(ge=0)]
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -175,7 +177,10 @@ class GenerationBody(WireModel):
 
     @model_validator(mode="after")
     def _check_common(self) -> GenerationBody:
-        for name, value in (self.model_extra or {}).items():
+        extra = self.model_extra or {}
+        if len(extra) > _MOST_EXTRA:  # each is compared with all there are
+            raise bad_request(f"there are {len(extra)} fields that this server does not know")
+        for name, value in extra.items():
             if value is None:
                 continue
             if name in self.unsupported:
@@ -191,7 +196,7 @@ class GenerationBody(WireModel):
     def _meant(cls, name: str) -> str | None:
         """The field that an unknown one is a slip of. Others are no concern of ours: clients send their own."""
         written = name.replace("-", "_")
-        near = difflib.get_close_matches(written, cls.model_fields, 1, _NEAR)
+        near = difflib.get_close_matches(written[:64], cls.model_fields, 1, _NEAR)
         return _OURS.get(written) or (near[0] if near else None)
 
     @property
@@ -303,7 +308,7 @@ class Message(WireModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_join_text_parts)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -333,8 +338,8 @@ class Tool(WireModel):
 class TemplateFields(WireModel):
     """What decides how messages become a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    tools: list[Tool] | None = Field(None, fail_fast=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -403,7 +408,7 @@ class TokenizeBody(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    messages: list[Message] = Field(default_factory=list, fail_fast=True)
     return_token_strs: bool | None = None
     chat_template: str | None = None
 
@@ -420,7 +425,7 @@ class DetokenizeBody(WireModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 def _check_response_format(value: dict[str, Any] | None) -> None:
@@ -441,6 +446,8 @@ def parse_body(kind: type[ModelT], body: bytes) -> ModelT:
 
 
 def _explain(error: ValidationError) -> ApiError:
+    if error.error_count() > _MOST_ERRORS:  # an object for each would be made, to tell of one
+        return bad_request(f"the body has {error.error_count()} fields or entries that do not fit")
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -69,13 +70,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """One compiled template. `variables` are what it sees besides the conversation: `bos_token` and the like."""
+    """One compiled template. `variables` are what it sees besides the conversation: `bos_token` and the like.
+    `free_variables` are all that it reads and does not set first."""
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
         self.source = source
         self._variables = dict(variables or {})
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            parsed = environment.parse(source)
+            self._template = environment.from_string(parsed)
+            self.free_variables = jinja2.meta.find_undeclared_variables(parsed)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the chat template cannot be compiled: {error}") from error
 

@@ -93,20 +93,13 @@ class Engine:
 
     def submit(self, *requests: Request) -> None:
         """Queue requests, all or none. Raises InvalidRequest, QueueFull or EngineStopped, and then queued none."""
-        for request in requests:
+        with self._wake:
+            self._check_room(len(requests))
+        # Choices of one prompt share it, and it may be long.
+        for request in {id(request.prompt_ids): request for request in requests}.values():
             self._check(request)
         with self._wake:
-            if not self._open:
-                raise EngineStopped("the engine is not running")
-            most = self._scheduler.max_running + self._max_queued
-            if len(requests) > most:  # no use in trying again
-                raise InvalidRequest(
-                    f"{len(requests)} choices at once are more than may run and wait here: {most} "
-                    "(--max-running-requests and --max-queued-requests)",
-                    param="n",
-                )
-            if len(requests) > self._room:
-                raise QueueFull(self._max_queued, retry_after=1 + max(0, self._max_queued - self._room) // 8)
+            self._check_room(len(requests))
             self._room -= len(requests)
             self._inbox.extend(requests)
             self._wake.notify()
@@ -164,6 +157,19 @@ class Engine:
             self._emit(step, output)
         self._totals["steps"] += 1
         self._publish()
+
+    def _check_room(self, count: int) -> None:
+        if not self._open:
+            raise EngineStopped("the engine is not running")
+        most = self._scheduler.max_running + self._max_queued
+        if count > most:  # no use in trying again
+            raise InvalidRequest(
+                f"{count} choices at once are more than may run and wait here: {most} "
+                "(--max-running-requests and --max-queued-requests)",
+                param="n",
+            )
+        if count > self._room:
+            raise QueueFull(self._max_queued, retry_after=1 + max(0, self._max_queued - self._room) // 8)
 
     def _check(self, request: Request) -> None:
         if not request.prompt_ids:

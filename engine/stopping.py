@@ -41,7 +41,7 @@ class StopChecker:
 
     def __init__(self, tokenizer: StoppingTokenizer, request: Request, max_context_len: int) -> None:
         params = request.sampling
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, request.prompt_ids)
         self._eos = frozenset() if params.ignore_eos else tokenizer.eos_token_ids
         self._stop_tokens = frozenset(params.stop_token_ids)
         self._stops = params.stop

@@ -81,6 +81,15 @@ class Tokenizer:
         template = self._templates.get("default")
         return template.source if template else None
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template that a chat with tools is rendered by has a place for them, or there is none at all."""
+        template = self._template_for(with_tools=True)
+        return template is None or "tools" in template.free_variables
+
+    def _template_for(self, with_tools: bool) -> ChatTemplate | None:
+        return (self._templates.get("tool_use") if with_tools else None) or self._templates.get("default")
+
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -91,7 +100,7 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str:
         """The prompt text for a chat: encode it without adding special tokens. ChatTemplateError if it cannot be."""
-        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        template = self._template_for(bool(tools))
         if template is None:
             raise ChatTemplateError("the model has no chat template; give one with --chat-template")
         return template.render(

@@ -30,6 +30,9 @@ from speculative.proposal import LEVEL_GUESSES, Proposal
 from speculative.worker import SpeculativeWorker
 
 _NOTHING = Proposal()
+# Tokens of new texts that are looked through in a step: long prompts that arrive together hold nobody up.
+INDEXED_A_STEP = 16_384
+_FEW = 64  # tokens, as a step adds to a text
 # What a draft is taken to be worth while there has not been one: enough to try.
 _FIRST_DRAFT = tuple(0.7**j for j in range(1, 8))
 
@@ -79,6 +82,7 @@ class DraftingWorker(SpeculativeWorker):
         self._watch = Watch()  # likewise
         self._drafting: dict[Request, _Drafting] = {}
         self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
+        self._to_index = 0  # tokens, in this step
 
     def warm_up(self) -> None:
         """Time passes of one row, of blocks, and drafts, so that the first requests need not try out what they cost."""
@@ -109,6 +113,7 @@ class DraftingWorker(SpeculativeWorker):
 
     def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
         states = [self._state(request) for request in requests]
+        self._to_index = INDEXED_A_STEP
         for request, state, limit in zip(requests, states, limits, strict=True):
             state.model.proposal = _NOTHING
             state.lookup.proposal = self._look_up(request, state, limit)
@@ -209,7 +214,13 @@ class DraftingWorker(SpeculativeWorker):
         index = state.index
         if index is None:
             index = state.index = NgramIndex(self._options.ngram_min_match, self._options.ngram_max_match)
-        index.extend(request.token_ids(len(index), request.num_tokens))
+        stop = request.num_tokens
+        if stop - len(index) > _FEW:
+            stop = min(stop, len(index) + self._to_index)
+            self._to_index -= stop - len(index)
+        index.extend(request.token_ids(len(index), stop))
+        if stop < request.num_tokens:
+            return _NOTHING
         draft = index.propose(limit)
         first = draft.match_length
         return Proposal(draft.token_ids, tuple(range(first, first + len(draft.token_ids))))

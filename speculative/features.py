@@ -17,7 +17,7 @@ from speculative.drafter import Drafter
 
 # Rows of the target's outputs that are kept until they are needed. One context pass over many costs little more than
 # one over a few, and while nothing is drafted nobody waits for it.
-MAX_PENDING = 256
+MAX_KEPT = 256
 
 
 @dataclass(slots=True)
@@ -26,6 +26,10 @@ class _Captured:
 
     states: Mapping[int, torch.Tensor]
     rows: list[int] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(next(iter(self.states.values())))
 
 
 class Span(NamedTuple):
@@ -54,7 +58,7 @@ class FeatureDrafter(Drafter):
         self._offsets: dict[Request, int] = {}  # where the rows of the current pass begin
         self._captured: list[_Captured] = []
         self._pending: list[Span] = []  # in the order of the captured rows
-        self._num_pending = 0
+        self._num_kept = 0  # rows of the passes that any are pending of
 
     @abstractmethod
     def fits(self, num_tokens: int) -> bool:
@@ -94,10 +98,12 @@ class FeatureDrafter(Drafter):
         offset, end = self._offsets.get(request), request.cached_len
         if offset is None or not self.fits(end):
             return
-        self._captured[-1].rows += range(offset, offset + num_tokens)
+        captured = self._captured[-1]
+        if not captured.rows:
+            self._num_kept += captured.num_rows
+        captured.rows += range(offset, offset + num_tokens)
         self._pending.append(Span(request, end - num_tokens, end))
-        self._num_pending += num_tokens
-        if self._num_pending >= MAX_PENDING:
+        if self._num_kept >= MAX_KEPT:
             self.flush()
 
     def moved(self, request: Request, old_slots: Sequence[int]) -> None:
@@ -120,7 +126,7 @@ class FeatureDrafter(Drafter):
         if not self._pending:
             return
         spans, captured = self._pending, self._side_by_side()
-        self._pending, self._num_pending = [], 0
+        self._pending, self._num_kept = [], 0
         del self._captured[:-1]
         self._captured[-1].rows = []  # of that pass, more requests may commit tokens
         self.write(spans, captured)

@@ -84,7 +84,7 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
                 i * n + j,
                 ids,
                 echoes[i],
-                CompletionLogprobWriter(tokenizer, body.skip_special_tokens is not False)
+                CompletionLogprobWriter(tokenizer, body.skip_special_tokens is not False, ids)
                 if body.logprobs is not None
                 else None,
             )

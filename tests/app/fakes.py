@@ -58,6 +58,14 @@ class ByteTokenizer:
             b"</s>"
         ]
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        return frozenset({256})
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.chat_template is None or "tools" in self.chat_template
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 

@@ -25,16 +25,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
-@pytest.fixture
-def client() -> TestClient:
+def guarded(key: str) -> TestClient:
     async def answer(_request: Request) -> Response:
         return PlainTextResponse("in")
 
     routes = [Route(path, answer) for path in ("/v1/models", "/health", "/health/live", "/health/ready")]
-    return TestClient(Starlette(routes=routes, middleware=[Middleware(BearerAuth, "hush")]))
+    return TestClient(Starlette(routes=routes, middleware=[Middleware(BearerAuth, key)]))
 
 
-@pytest.mark.parametrize("given", [None, "hush", "Bearer", "Bearer loud", "Bearer hush!", "Bearer h\xfcsh"])
+@pytest.fixture
+def client() -> TestClient:
+    return guarded("hush")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, "hush", "Bearer", "Basic hush", "Bearer  hush", "Bearer loud", "Bearer hush!", "Bearer h\xfcsh"],
+)
 def test_without_the_key_nobody_comes_in(client: TestClient, given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given.encode("latin-1")}
     answer = client.get("/v1/models", headers=headers)
@@ -43,8 +50,11 @@ def test_without_the_key_nobody_comes_in(client: TestClient, given: str | None) 
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
-def test_with_the_key_they_do(client: TestClient) -> None:
-    assert client.get("/v1/models", headers={"Authorization": "Bearer hush"}).text == "in"
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+@pytest.mark.parametrize("key", ["hush", "pst, größer"])
+def test_with_the_key_they_do(scheme: str, key: str) -> None:
+    answer = guarded(key).get("/v1/models", headers={"Authorization": f"{scheme} {key}".encode()})
+    assert answer.text == "in"
 
 
 @pytest.mark.parametrize("probe", ["/health", "/health/live", "/health/ready"])

@@ -300,3 +300,25 @@ async def test_a_length_may_have_any_number_of_digits() -> None:
 
 def test_the_server_still_serves_after_all_this(client: httpx.Client) -> None:
     assert client.post(COMPLETIONS, json={"prompt": "x"}).json()["choices"][0]["text"] == "Hello, world"
+
+
+MANY = 4000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/detokenize", {"tokens": [""] * MANY}, "tokens[0]"),
+        (CHAT, {"messages": [{"role": "x"}] * MANY}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}], "tools": [{}] * MANY}, "tools[0].type"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {str(number): "" for number in range(MANY)}}, None),
+        (COMPLETIONS, {"prompt": "a", "speculation": {f"fast{number}": 1 for number in range(MANY)}}, None),
+        (COMPLETIONS, {"prompt": "a", **{f"max_tokns{number}": 1 for number in range(MANY)}}, None),
+    ],
+    ids=["tokens", "messages", "tools", "logit_bias", "speculation", "unknown fields"],
+)
+def test_of_many_mistakes_one_is_told(
+    client: httpx.Client, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    error = assert_error(client.post(path, json=body), 400, param)
+    assert len(error["message"]) < 200

@@ -126,7 +126,7 @@ def test_what_is_no_flag_is_no_setting(variable: str) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
-    return ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--max-total-tokens", "256"]
+    return ["--model", str(folder), "--dtype", "float32", "--device", "cpu", "--context-length", "256"]
 
 
 def test_generate_prints_the_continuation(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,3 +166,14 @@ async def test_stopping_while_it_starts_gives_the_start_up_up() -> None:
         lifecycle.stop()
     assert startup.undone
     assert (lifecycle.stage, lifecycle.error) == ("stopped", None)
+
+
+async def test_whoever_cancels_it_does_not_wait_for_ever() -> None:
+    startup, engine = FakeStartUp(), FakeEngine()
+    startup.go.set()
+    with anyio.fail_after(30):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(Lifecycle(startup, lambda: engine).run)
+            await to_thread.run_sync(engine.started.wait)
+            tasks.cancel_scope.cancel()
+    assert startup.undone

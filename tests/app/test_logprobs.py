@@ -36,16 +36,18 @@ def test_a_special_token_takes_the_place_that_it_has_in_the_text(
     tokens = ["▁b", "</s>", "▁a", "▁b"]
     ids = [VOCAB[token] for token in tokens]
     assert tokenizer.decode(ids, skip) == ("b a b" if skip else "b</s> a b")
-    assert CompletionLogprobWriter(tokenizer, skip).write(of(*tokens)).text_offset == offsets
+    assert CompletionLogprobWriter(tokenizer, skip, ()).write(of(*tokens)).text_offset == offsets
 
 
 def test_neither_a_bos_nor_the_first_space_moves_an_echo(tokenizer: Tokenizer) -> None:
-    writer = CompletionLogprobWriter(tokenizer, True)
-    assert writer.write_prompt(of("<s>", "▁a", "▁b"), "a b").text_offset == [0, 0, 1]
-    assert writer.write(of("▁a", "▁b")).text_offset == [3, 4], "the text is 'a b' and then 'a b'"
+    prompt = of("<s>", "▁a", "▁b")
+    writer = CompletionLogprobWriter(tokenizer, True, [token for token, _ in prompt])
+    assert writer.write_prompt(prompt, "a b").text_offset == [0, 0, 1]
+    assert writer.write(of("▁a", "▁b")).text_offset == [3, 5], "the text is 'a b' and then ' a b'"
 
 
 def test_an_output_does_not_complete_a_character_of_the_echo(tokenizer: Tokenizer) -> None:
-    writer = CompletionLogprobWriter(tokenizer, True)
-    assert writer.write_prompt(of("▁a", "<0xC3>"), "a\ufffd").text_offset == [0, 1]
+    prompt = of("▁a", "<0xC3>")
+    writer = CompletionLogprobWriter(tokenizer, True, [token for token, _ in prompt])
+    assert writer.write_prompt(prompt, "a\ufffd").text_offset == [0, 1]
     assert writer.write(of("<0xA9>", "▁b")).text_offset == [2, 3]

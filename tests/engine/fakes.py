@@ -25,7 +25,7 @@ class LetterTokenizer:
     """Token n is the nth letter of the alphabet; token 0 ends a text."""
 
     vocab_size = 27
-    eos_token_ids = frozenset({EOS})
+    eos_token_ids = special_token_ids = frozenset({EOS})
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(self.letter(token, skip_special_tokens) for token in ids)

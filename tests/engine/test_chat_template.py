@@ -232,3 +232,17 @@ def test_a_final_message_that_cannot_be_continued(source: str, messages: list[di
 def test_continuing_and_prompting_exclude_each_other() -> None:
     with pytest.raises(ChatTemplateError, match="exclude each other"):
         ChatTemplate("x").render(CONVERSATIONS["answered"], continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", True),
+        ("{% if messages[-1].role == 'user' and tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{% if tools is not defined %}{% set tools = none %}{% endif %}", True),
+        ("{% macro show() %}{{ tools }}{% endmacro %}{{ show() }}", True),
+        ("{% for m in messages %}{{ m.tools }}{{ m['tools'] }}tools{% endfor %}", False),
+    ],
+)
+def test_a_template_is_known_by_what_it_reads(source: str, reads: bool) -> None:
+    assert ("tools" in ChatTemplate(source).free_variables) == reads

@@ -35,9 +35,14 @@ LLAMA, GEMMA = sentencepiece_like(strips=True), sentencepiece_like(strips=False)
 FIRST_BYTE = 2 + len(PIECES)
 
 
-def pieces_of(tokenizer: TokenDecoder, ids: Sequence[int], skip_special_tokens: bool = True) -> list[str]:
+def pieces_of(
+    tokenizer: TokenDecoder,
+    ids: Sequence[int],
+    skip_special_tokens: bool = True,
+    prompt_ids: Sequence[int] = (),
+) -> list[str]:
     """What each token adds, then the rest."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt_ids)
     return [*map(detokenizer.push, ids), detokenizer.flush()]
 
 
@@ -64,6 +69,23 @@ def test_byte_level_pieces_join_to_the_whole(ids: list[int], skip: bool) -> None
 @given(ids=sentencepiece_ids, skip=st.booleans())
 def test_sentencepiece_pieces_join_to_the_whole(tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(pieces_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("tokenizer", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@given(prompt_ids=sentencepiece_ids, ids=sentencepiece_ids, skip=st.booleans())
+def test_pieces_go_on_from_the_text_of_the_prompt(
+    tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int], skip: bool
+) -> None:
+    pieces = pieces_of(tokenizer, ids, skip, prompt_ids)
+    whole = tokenizer.decode(prompt_ids + ids, skip_special_tokens=skip)
+    assert tokenizer.decode(prompt_ids, skip_special_tokens=skip) + "".join(pieces) == whole
+
+
+def test_only_the_first_word_of_a_text_has_no_space_before_it() -> None:
+    the = 2 + PIECES.index("▁the")
+    assert pieces_of(LLAMA, [the, the], prompt_ids=[0]) == ["the", " the", ""]
+    assert pieces_of(LLAMA, [the, the], prompt_ids=[0, the]) == [" the", " the", ""]
 
 
 @settings(max_examples=100, deadline=None)

@@ -19,7 +19,7 @@ PIECES = [b"<eos>", b"a", b"b", b"ab", b"aab", b"c a", b"", b"\xc3", b"\xa9", b"
 class PieceTokenizer:
     """Token n stands for the bytes PIECES[n]; token 0 is special and ends a text."""
 
-    eos_token_ids = frozenset({EOS})
+    eos_token_ids = special_token_ids = frozenset({EOS})
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return b"".join(

@@ -170,6 +170,7 @@ class TestByteLevel:
         messages = [{"role": "user", "content": "hi"}]
         assert tokenizer.apply_chat_template(messages) == "<|endoftext|>plain hi"
         assert tokenizer.apply_chat_template(messages, tools=[{"a": 1}]) == "tools 1"
+        assert tokenizer.takes_tools
         assert tokenizer.chat_template == "{{ bos_token }}plain {{ messages[0].content }}"
 
     def test_unknown_pre_tokenizer_is_named(self, folder: Path) -> None:

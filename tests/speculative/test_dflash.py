@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from engine.request import OutputEvent, Request, SpeculationParams
 from speculative.adaptive import FIRST_NAP, NOBODY, PATIENCE, Candidate, Choice, Prospect
 from speculative.alarm import WINDOW
-from speculative.features import MAX_PENDING
+from speculative.features import MAX_KEPT
 from speculative.proposal import MakeSamplingRow, Proposal
 from tests.speculative.pair import BLOCK, Everything, Pair, Recorded, Reply, Served, serving, truth_of
 
@@ -274,8 +274,8 @@ def test_choices_of_one_prompt_share_slots_and_context(
 def test_context_that_was_written_for_a_prompt_moves_with_it(pair: Pair) -> None:
     """A long prompt's context is written before the prompt is complete, into slots that then turn out to be
     duplicates of an opted-out request's, which have none."""
-    prompt = [RANDOM.randrange(256) for _ in range(2 * MAX_PENDING)]
-    with serving(pair, chunk=MAX_PENDING // 2 + 40) as served:
+    prompt = [RANDOM.randrange(256) for _ in range(2 * MAX_KEPT)]
+    with serving(pair, chunk=MAX_KEPT // 2 + 40) as served:
         opted_out, follower = served.ask_together(
             served.start(prompt, "none", max_tokens=LENGTH),
             served.start(prompt, max_tokens=LENGTH, prompt_logprobs=0),

@@ -22,7 +22,7 @@ from engine.worker import GenerationWorker
 from models.loader import inspect_model, load_drafter
 from models.options import ModelOptions
 from speculative.feature_chain import MTP, Eagle3
-from speculative.features import MAX_PENDING
+from speculative.features import MAX_KEPT
 from speculative.pairing import inspect_drafter, scratch_slots, target_layer_ids
 from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import LetterTokenizer
@@ -205,7 +205,7 @@ def test_preempted_and_aborted_requests_leave_what_others_can_use(pair: ChainPai
 @for_one
 def test_a_long_prompt_is_read_in_parts(pair: ChainPair) -> None:
     """More tokens than are kept to be read at once, so that the features of a part's last one wait for the next."""
-    prompt = [RANDOM.randrange(256) for _ in range(MAX_PENDING + 40)]
+    prompt = [RANDOM.randrange(256) for _ in range(MAX_KEPT + 40)]
     with serve(pair, chunk=100) as served:
         hold_to_reference(pair, served.ask(prompt, max_tokens=6))
 
