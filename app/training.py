@@ -18,9 +18,10 @@ from app.terminal import started
 from app.training_settings import TrainingSettings
 from app.version import version
 from containers.application import ApplicationContainer
+from models.base import ModelError
 from speculative.pairing import target_digest
 from speculative.training.checkpoint import export
-from speculative.training.data import Example, read_examples
+from speculative.training.data import DataError, Example, read_examples
 from speculative.training.generate import SELF, Quota, Writing, write_out, writings
 from speculative.training.report import Facts, write_card, write_plots
 from speculative.training.start import decoder, shape_for, state_layer_ids, unused_token
@@ -47,12 +48,18 @@ def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Pat
             Path(source) for source in training.sources if training.keep_answers and source.endswith(".jsonl")
         ]
         written = [source for source in training.sources if Path(source) not in kept]
-        write(container, training, written, run / ANSWERS, settings.max_running_requests, console)
-        limit = min(training.options().max_length, container.max_context_len())
-        files = [*kept, *([run / ANSWERS] if written else [])]
-        examples = list(read_examples(files, container.tokenizer(), limit))
-        if training.minutes or training.steps:
-            learn(container, training, examples, out, command_line(settings, training, out), console)
+        options = training.options()
+        try:
+            # What cannot be trained is known before any text is written.
+            shape_for(decoder(container.target.runner().model), options, options.mask_token_id or 0)
+            write(container, training, written, run / ANSWERS, settings.max_running_requests, console)
+            limit = min(options.max_length, container.max_context_len())
+            files = [*kept, *([run / ANSWERS] if written else [])]
+            examples = list(read_examples(files, container.tokenizer(), limit))
+            if training.minutes or training.steps:
+                learn(container, training, examples, out, command_line(settings, training, out), console)
+        except (ModelError, DataError) as error:
+            raise SettingsError(str(error)) from error
     return 0
 
 

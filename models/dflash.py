@@ -19,6 +19,7 @@ from kernels.cpu.context_plan import ContextPlan
 from kernels.cpu.kv import KV_DTYPES
 from kernels.cpu.linear import is_packed
 from kernels.linear import select_rows
+from models.base import ModelError
 from models.config import ModelConfig
 from models.context import key_value_rows
 from models.decoder import Decoder
@@ -68,7 +69,7 @@ class DFlashDrafter(Decoder):
         if dflash.input_embedding_scale is not None:
             embedding = Embedding(embedding.weight, target.dtype, dflash.input_embedding_scale)
         if dflash.draft_vocab_size is not None:
-            token_ids = source.vector("model.draft_token_ids", dflash.draft_vocab_size, torch.int64)
+            token_ids = source.token_ids("model.draft_token_ids", dflash.draft_vocab_size, config.vocab_size)
             (weight,) = head.weights
             head = Linear((select_rows(weight, token_ids),))
         super().__init__(config, source, (embedding, head))
@@ -89,6 +90,8 @@ class DFlashDrafter(Decoder):
         rows = config.num_kv_heads * config.head_dim
         self._context_kv = key_value_rows([attention.qkv_proj for attention in attentions], rows)
         k_norms = [attention.k_norm.weight for attention in attentions if attention.k_norm is not None]
+        if not k_norms:
+            raise ModelError(f"{source.where}: a DFlash drafter needs norms on its keys (model_type qwen3)")
         self._k_norms = RMSNorm(torch.stack(k_norms).unsqueeze(1), eps)
         self.successor: Successor | None = None
         if source.has("model.successor.weight"):
@@ -133,9 +136,10 @@ class DFlashDrafter(Decoder):
             pool.write(layer_id, slots, keys[:, layer_id], values[:, layer_id])
 
     def _native_context(self) -> ContextPlan | None:
-        """The context pass as one native call; None where its matrices are not two packed ones."""
+        """The context pass as one native call; None where its matrices are not two packed ones, or heads no whole
+        vectors."""
         weights = (*self.fc.weights, *self._context_kv.weights)
-        if len(weights) != 2 or not all(is_packed(weight) for weight in weights):
+        if len(weights) != 2 or not all(is_packed(weight) for weight in weights) or self.config.head_dim % 16:
             return None
         (rope,) = self.ropes
         norm, k_norms = self.hidden_norm.weight, self._k_norms.weight.squeeze(1)

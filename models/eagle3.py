@@ -126,6 +126,7 @@ class Eagle3Drafter(ChainDrafter):
         if source.has("model.d2t"):  # how far each token is from its place in the drafter's vocabulary
             distances = source.vector("model.d2t", eagle3.draft_vocab_size, torch.int64)
             token_ids = distances + torch.arange(len(distances), device=distances.device)
+            source.check_token_ids("model.d2t", token_ids, target.config.vocab_size)
         embedding, head = target.embed_tokens, target.lm_head
         borrows = not source.has("model.embed_tokens.weight") or not source.has("lm_head.weight")
         if borrows and hidden != target.config.hidden_size:

@@ -139,6 +139,8 @@ class _Reader:
         }
         self.values: dict[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **shared, **config}
         names = outer.get("architectures") or [_ARCHITECTURES.get(str(outer.get("model_type")), "")]
+        if not isinstance(names, list):
+            raise self._error(f"'architectures' is {names!r}, not a list")
         self.architecture = str(names[0])
         if self.model_type in hybrid.DEFAULTS:
             self.values = hybrid.values(self.model_type, self.values)
@@ -172,8 +174,11 @@ class _Reader:
         activation = str(self.values.get("hidden_activation" if gemma else "hidden_act") or "silu")
         if activation not in _ACTIVATIONS:
             raise self._error(f"activation {activation!r} is not supported ({', '.join(_ACTIVATIONS)} are)")
-        bias = bool(self.values.get("attention_bias"))
+        bias = self._flag("attention_bias")
         head_dim = latent["qk_nope_head_dim"] + latent["qk_rope_head_dim"] if latent else None
+        head_dim = head_dim or self._int("head_dim", hidden // heads)
+        if head_dim % 2 and self.model_type not in hybrid.DEFAULTS:  # which need not encode positions
+            raise self._error(f"head_dim {head_dim} is odd: positions are encoded in pairs")
         softcap = "{}_logit_softcapping"
         read = ModelConfig(
             architecture=self.architecture,
@@ -184,7 +189,7 @@ class _Reader:
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=head_dim or self._int("head_dim", hidden // heads),
+            head_dim=head_dim,
             max_position_embeddings=self._int("max_position_embeddings", 32768),
             rms_norm_eps=self._float("rms_norm_eps", 1e-6),
             activation=_ACTIVATIONS[activation],
@@ -193,10 +198,10 @@ class _Reader:
             local_rope=local_rope,
             sliding_window=window,
             layer_types=self._layer_types(layers, window),
-            tie_word_embeddings=bool(self.values.get("tie_word_embeddings", False)),
+            tie_word_embeddings=self._flag("tie_word_embeddings"),
             attention_bias=bias or self.model_type == "qwen2",
             attention_output_bias=bias and self.model_type != "qwen2",
-            mlp_bias=bool(self.values.get("mlp_bias")),
+            mlp_bias=self._flag("mlp_bias"),
             qk_norm=self.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
             query_pre_attn_scalar=self._float("query_pre_attn_scalar", 0.0) or None,
             attn_logit_softcap=self._float(softcap.format("attn"), 0.0) or None,
@@ -244,7 +249,7 @@ class _Reader:
 
     def _window(self) -> int | None:
         slides = self.model_type in ("mistral", "gemma3_text")
-        slides |= self.model_type.startswith("qwen") and bool(self.values.get("use_sliding_window"))
+        slides |= self.model_type.startswith("qwen") and self._flag("use_sliding_window")
         if not slides or self.values["sliding_window"] is None:
             return None
         return self._int("sliding_window")
@@ -257,7 +262,7 @@ class _Reader:
         return {
             **{key: self._int(key) for key in sizes},
             "q_lora_rank": self._count("q_lora_rank"),
-            "rope_interleaved": self.model_type == "deepseek_v2" or bool(self.values["rope_interleave"]),
+            "rope_interleaved": self.model_type == "deepseek_v2" or self._flag("rope_interleave"),
         }
 
     def _experts(self, layers: int) -> dict[str, Any]:
@@ -268,8 +273,7 @@ class _Reader:
                 "num_experts_per_tok": self._int("num_experts_per_tok"),
                 "moe_intermediate_size": self._int("moe_intermediate_size"),
                 # Qwen3.5 has no such key, and its model always does.
-                "norm_topk_prob": self.model_type == "qwen3_5_moe_text"
-                or bool(self.values.get("norm_topk_prob")),
+                "norm_topk_prob": self.model_type == "qwen3_5_moe_text" or self._flag("norm_topk_prob"),
                 "sparse_layers": self._sparse_layers(layers),
             }
         if not self.model_type.startswith("deepseek"):
@@ -289,7 +293,7 @@ class _Reader:
             "num_experts_per_tok": per_token,
             "moe_intermediate_size": self._int("moe_intermediate_size"),
             # The second version's configuration has the key, and its model does not heed it.
-            "norm_topk_prob": sigmoid and bool(self.values["norm_topk_prob"]),
+            "norm_topk_prob": sigmoid and self._flag("norm_topk_prob"),
             "sparse_layers": tuple(range(self._count("first_k_dense_replace"), layers)),
             "num_shared_experts": self._count("n_shared_experts"),
             "router_scoring": "sigmoid" if sigmoid else "softmax",
@@ -336,6 +340,10 @@ class _Reader:
             values["factor"] = (
                 self._int("max_position_embeddings", 32768) / values["original_max_position_embeddings"]
             )
+        if kind != "default" and not values.get("factor"):
+            raise self._error(f"rope type {kind!r} needs a 'factor' that is not 0")
+        if kind == "llama3" and not {"low_freq_factor", "high_freq_factor"} <= set(values):
+            raise self._error("rope type 'llama3' needs a 'low_freq_factor' and a 'high_freq_factor'")
         try:
             return msgspec.convert({**values, "type": kind}, RopeConfig)
         except msgspec.ValidationError as error:
@@ -362,6 +370,13 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(f"{key!r} is {value!r}, not a number")
         return float(value)
+
+    def _flag(self, key: str) -> bool:
+        """False where the key is null or not there."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self._error(f"{key!r} is {value!r}, neither true nor false")
+        return bool(value)
 
     def _ids(self, key: str) -> tuple[int, ...]:
         value = self.values.get(key)

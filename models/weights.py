@@ -25,7 +25,12 @@ _ROWS_AT_A_TIME = 4096
 
 # What 4 bits are too few for: the ends of the model get 8. And what decides among experts is left as it is.
 _ENDS = ("embed_tokens.weight", "lm_head.weight")
-_ROUTERS = ("mlp.gate.weight", "shared_expert_gate.weight")
+_ROUTERS = (
+    "mlp.gate.weight",
+    "shared_expert_gate.weight",
+    "block_sparse_moe.router.layer.weight",
+    "mixer.gate.weight",
+)
 
 
 class Weights:
@@ -65,6 +70,17 @@ class Weights:
         vector = self._source.tensor(self._read(name))
         self._check(name, tuple(vector.shape), (size,))
         return vector.to(self.device, dtype or self.dtype, copy=True)
+
+    def token_ids(self, name: str, size: int, vocab_size: int) -> torch.Tensor:
+        """The vector `name` [size] int64 of tokens of a vocabulary."""
+        token_ids = self.vector(name, size, torch.int64)
+        self.check_token_ids(name, token_ids, vocab_size)
+        return token_ids
+
+    def check_token_ids(self, name: str, token_ids: torch.Tensor, vocab_size: int) -> None:
+        """Raises ModelError where the tensor `name`, which `token_ids` come from, has others."""
+        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
+            raise ModelError(f"{self.where}: {name} has tokens beyond the vocabulary of {vocab_size}")
 
     def dense(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """The matrix `name` [rows, columns] in the model's dtype, whatever its format."""

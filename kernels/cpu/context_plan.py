@@ -48,7 +48,7 @@ class ContextPlan:
 
     fc: packed [hidden, features]. kv: packed k and v of all layers, one below the other, [layers * 2 * kv_heads *
         head_dim, hidden]; bias: float32 of its rows. hidden_norm: [hidden]. k_norms: [layers, head_dim]. cos, sin:
-        [max_positions, head_dim / 2]. All vectors float32.
+        [max_positions, head_dim / 2]. All vectors float32. ValueError where a head is no whole vectors of 16.
     """
 
     def __init__(
@@ -63,6 +63,8 @@ class ContextPlan:
         eps: float,
     ) -> None:
         layers, head_dim = k_norms.shape
+        if head_dim % 16:
+            raise ValueError(f"head_dim {head_dim} is not a multiple of 16")
         padded = None if bias is None else torch.nn.functional.pad(bias, (0, -bias.shape[0] % 16))
         vectors = [hidden_norm, k_norms, cos, sin]
         if not all(vector.is_contiguous() and vector.dtype == torch.float32 for vector in vectors):

@@ -21,6 +21,10 @@ Positions = npt.NDArray[np.integer[Any]]
 HELD_OUT_SHARE = 50  # one conversation of so many is for evaluation only
 
 
+class DataError(ValueError):
+    """A file that cannot be trained on. The text names it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
     """One text. `ids` int32 [L]; `ends` int32 [L]: behind the answer that a token is in, 0 outside one."""
@@ -43,16 +47,38 @@ class Example:
 def read_examples(paths: Iterable[Path], tokenizer: Tokenizer, max_length: int) -> Iterator[Example]:
     """What lines of JSONL files hold, cut to `max_length` tokens; lines without an answer in that are left out.
 
-    A last line without an end is one that is being written.
+    Raises DataError for a line that holds no conversation.
     """
     for path in paths:
+        for where, record in records(path):
+            try:
+                example = _example(record, tokenizer, max_length)
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(f"{where}: not a conversation with answers ({error!r})") from error
+            if len(example.anchors):
+                yield example
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file, and where each stands. A last line that is cut short is one that is being written.
+
+    Raises DataError, which names file and line, for what is no object.
+    """
+    try:
         with path.open(encoding="utf-8") as file:
-            for line in file:
-                if not line.endswith("\n"):
-                    break
-                example = _example(json.loads(line), tokenizer, max_length)
-                if len(example.anchors):
-                    yield example
+            for number, line in enumerate(file, start=1):
+                where = f"{path}, line {number}"
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    if not line.endswith("\n"):
+                        return
+                    raise DataError(f"{where}: not JSON ({error})") from error
+                if not isinstance(record, dict):
+                    raise DataError(f"{where}: not a JSON object")
+                yield where, record
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason})") from error
 
 
 def _example(record: dict[str, Any], tokenizer: Tokenizer, max_length: int) -> Example:

@@ -6,7 +6,6 @@ once through one engine, so that its steps are wide.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, repeat
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 from engine.errors import InvalidRequest
 from engine.request import OutputEvent, Request, SamplingParams
 from engine.tokenizer import Tokenizer
+from speculative.training.data import DataError, records
 from speculative.training.topics import OPENINGS, TOPICS
 
 Messages = list[dict[str, str]]
@@ -231,7 +231,11 @@ def _given(source: str) -> Iterator[Messages | str | None]:
     elif source.endswith(".jsonl"):
         yield from _prompts(Path(source))
     else:
-        for paragraph in Path(source).read_text(encoding="utf-8").split("\n\n"):
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{source}: not UTF-8 ({error.reason})") from error
+        for paragraph in text.split("\n\n"):
             words = paragraph.split()
             if len(words) >= 2 * _PASSAGE_WORDS:
                 yield " ".join(words[:_PASSAGE_WORDS])
@@ -239,11 +243,11 @@ def _given(source: str) -> Iterator[Messages | str | None]:
 
 def _prompts(path: Path) -> Iterator[Messages]:
     """Conversations of a JSONL file: `messages`, a `prompt`, or the `turns` of a user."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            record = json.loads(line)
-            if "messages" in record:
-                yield record["messages"]
-            else:
-                turns = record.get("turns") or [record["prompt"]]
-                yield [{"role": "user", "content": turn} for turn in turns]
+    for where, record in records(path):
+        messages = record.get("messages")
+        if messages is None:
+            turns = record.get("turns") or [record.get("prompt")]
+            messages = [{"role": "user", "content": turn} for turn in turns]
+        if not all(isinstance(message.get("content"), str) and message.get("role") for message in messages):
+            raise DataError(f"{where}: neither `messages` nor `turns` nor a `prompt`")
+        yield messages

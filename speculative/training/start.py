@@ -30,13 +30,15 @@ def decoder(target: CausalLM) -> Decoder:
 
 
 def shape_for(target: Decoder, options: TrainingOptions, mask_token_id: int) -> DrafterShape:
-    """A drafter of the target's own sizes. ModelError where `target_layer_ids` names a layer that it does not have."""
+    """A drafter of the target's own sizes. ModelError for a layer, or a mask token, that it does not have."""
     config = target.config
     layer_ids = options.target_layer_ids or default_layer_ids(config.num_layers)
     if beyond := [layer for layer in layer_ids if layer not in target.capturable_layers]:
         raise ModelError(
-            f"target_layer_ids has {beyond}, but the target's layers are {target.capturable_layers}"
+            f"--target-layers has {beyond}, but the target's layers are {target.capturable_layers}"
         )
+    if not 0 <= mask_token_id < config.vocab_size:
+        raise ModelError(f"--mask-token {mask_token_id} is not in the vocabulary of {config.vocab_size}")
     return DrafterShape(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

@@ -43,9 +43,14 @@ class TargetStates:
         rows = int(ends[self._cached - 1]) if self._cached else 0
         name = f"{cache.name}-{'-'.join(map(str, layer_ids))}"
         states = _mapped(cache.with_name(f"{name}.bf16"), rows * self.width, torch.bfloat16)
-        self._states = states.view(rows, self.width)
-        # An example's checksum stands here once its states are in the file.
-        self._filled = _mapped(cache.with_name(f"{name}.filled"), self._cached, torch.int64)
+        self._states = states[: rows * self.width].view(rows, self.width)
+        # An example's mark stands here once its states are in the file. Those of other texts, or of other places, are
+        # cleared at once: their states may be written over, and the texts come back.
+        marks = _mapped(cache.with_name(f"{name}.filled"), self._cached, torch.int64)
+        wanted = torch.tensor([self._mark(member) for member in range(self._cached)], dtype=torch.int64)
+        self._filled = marks[: self._cached]
+        self._filled[self._filled != wanted] = 0
+        marks[self._cached :] = 0
         self._requests = [
             Request(f"states-{row}", [], SamplingParams(), sink=lambda event: None)
             for row in range(runner.slot_table.tensor.shape[0])
@@ -63,7 +68,11 @@ class TargetStates:
         return padded
 
     def _has(self, member: int) -> bool:
-        return member >= self._cached or int(self._filled[member]) == self._examples[member].checksum
+        return member >= self._cached or int(self._filled[member]) != 0
+
+    def _mark(self, member: int) -> int:
+        """Of an example at its place in the file; never 0."""
+        return self._examples[member].checksum << 24 ^ int(self._starts[member]) << 1 | 1
 
     def _rows(self, member: int) -> slice:
         start = int(self._starts[member])
@@ -72,7 +81,7 @@ class TargetStates:
     def _fill(self, members: Sequence[int]) -> None:
         for member, states in self._compute(members).items():
             self._states[self._rows(member)] = states
-            self._filled[member] = self._examples[member].checksum
+            self._filled[member] = self._mark(member)
 
     def _compute(self, members: Sequence[int]) -> dict[int, Tensor]:
         """States by member, as many examples in a pass as the runner has rows and slots for."""
@@ -111,8 +120,9 @@ class TargetStates:
 
 
 def _mapped(path: Path, size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor over the file, which is made or enlarged as needed; what it holds already stays."""
+    """A tensor over the whole file, which is made or enlarged as needed; what it holds already stays."""
     path.touch()
     if path.stat().st_size < size * dtype.itemsize:
         os.truncate(path, size * dtype.itemsize)  # torch would do it too, but writes a 0 at the beginning
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype)
+    held = path.stat().st_size // dtype.itemsize
+    return torch.from_file(str(path), shared=True, size=held, dtype=dtype)

@@ -98,9 +98,15 @@ class Trainer:
             self.drafter = initial_drafter(target, shape, features, options.seed)
         else:
             if state["shape"] != msgspec.to_builtins(shape):
-                raise ValueError(f"{folder}: begun with another shape of drafter: {state['shape']}")
+                was, now = state["shape"], msgspec.to_builtins(shape)
+                changed = ", ".join(f"{key} was {was.get(key)}" for key in now if was.get(key) != now[key])
+                raise ValueError(f"{folder}: begun with another shape of drafter: {changed}")
             self.progress = msgspec.convert(state["progress"], Progress)
             self.draft_token_ids = state["draft_token_ids"]
+            if len(self.draft_token_ids) != min(options.draft_vocab_size, shape.vocab_size):
+                raise ValueError(
+                    f"{folder}: begun with --draft-vocab-size {len(self.draft_token_ids)}, which cannot change"
+                )
             self.drafter = empty_drafter(target, shape)
             self.drafter.load_state_dict(state["drafter"])
         self._optimizer = torch.optim.AdamW(
@@ -108,6 +114,10 @@ class Trainer:
         )
         if state is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+        # Lengths of other texts are no measure for those of these.
+        self._must_evaluate = state is None or state.get("evaluated") != self.evaluated
+        if self._must_evaluate:
+            self.progress.best = 0.0
         self._column_of = torch.full((shape.vocab_size,), -1, device=self.device)
         self._column_of[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=self.device)
         self._head = dense(target.lm_head)[self.draft_token_ids.to(self.device)].to(self.dtype)
@@ -129,7 +139,7 @@ class Trainer:
         """Train until the budget is spent."""
         progress, options = self.progress, self.options
         saved = evaluated = progress.seconds
-        if not progress.accept_lengths:
+        if self._must_evaluate:
             self._evaluate(on_evaluation)
         while self.share_done < 1.0:
             self._timed_step()
@@ -152,6 +162,7 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
             "draft_token_ids": self.draft_token_ids,
             "progress": msgspec.to_builtins(self.progress),
+            "evaluated": self.evaluated,
         }
         save_state(self._folder, state)
 
@@ -178,6 +189,11 @@ class Trainer:
         # Of a token that cannot be drafted, what could be in its place is all that there is to learn.
         share = torch.where(columns >= 0, self.options.soft_share, 1.0).to(self.dtype)
         return torch.lerp(self._head[columns], soft, share[:, None])
+
+    @property
+    def evaluated(self) -> list[int]:
+        """Checksums of the texts that accept lengths are of."""
+        return [self._examples[member].checksum for member in self._evaluated]
 
     def _evaluate(self, on_evaluation: Callable[[Progress], None]) -> None:
         progress = self.progress

@@ -84,6 +84,33 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     assert [due() for _ in range(5)] == [False, True, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("content", "flags", "complaint"),
+    [
+        (b'{"prompt": "a"}\n{"text": "b"}\n', [], "data.jsonl, line 2: neither"),
+        (b'{"prompt": "a"}\nhello\n', [], "data.jsonl, line 2: not JSON"),
+        (b"[1]\n", [], "data.jsonl, line 1: not a JSON object"),
+        (b'{"prompt": "\xff"}\n', [], "data.jsonl: not UTF-8"),
+        (b'{"messages": [{"role": "assistant"}]}\n', ["--keep-answers"], "data.jsonl, line 1: not a conversation"),
+        (b'{"prompt": "a"}\n', ["--target-layers", "99"], "--target-layers has [99]"),
+        (b'{"prompt": "a"}\n', ["--mask-token", "99999"], "--mask-token 99999"),
+    ],
+    ids=["no prompt", "no JSON", "no object", "no UTF-8", "no conversation", "layers", "mask"],
+)
+def test_mistakes_are_named(
+    arguments: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    flags: list[str],
+    complaint: str,
+) -> None:
+    (tmp_path / "data.jsonl").write_bytes(content)
+    data = ["--data", str(tmp_path / "data.jsonl"), "--steps", "1"]
+    assert train(tmp_path / "out", arguments, *data, *flags) == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_what_cannot_be_trained_on_is_said(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,13 @@ from kernels.cpu import library
 from models.base import ModelError
 from models.layers import Linear
 from models.loader import ModelFiles, inspect_model, load_model, resolve_precision
+from models.moe import Router
 from models.options import ModelOptions, Quantization
 from models.weights import Precision
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import Sequences
+from tests.models.hybrid_checkpoints import CHECKPOINTS as HYBRID
+from tests.models.hybrid_checkpoints import make_checkpoint as make_hybrid
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(not library.available(), reason=str(library.reason()))
@@ -48,6 +51,18 @@ def test_four_bits_hold_the_layers_and_eight_the_ends(files: ModelFiles) -> None
     assert formats.pop("lm_head") == {"Q8_0/native"}
     assert len(formats) > 4
     assert all(held == {"Q4_1/native"} for held in formats.values())
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "qwen3-next", "granite-hybrid-experts", "nemotron-h-experts"]
+)
+def test_what_decides_among_experts_is_left_as_it_is(family: str, tmp_path: Path) -> None:
+    (make_hybrid if family in HYBRID else make_checkpoint)(family, tmp_path)
+    files = inspect_model(ModelOptions(model=str(tmp_path)))
+    model = load_model(files, CPU, resolve_precision(files, "auto", CPU, True, "int4"))
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    assert routers
+    assert {router.weight.format.removesuffix("/native") for router in routers} == {"F32"}
 
 
 def test_it_is_refused_by_name_where_it_cannot_be_had(files: ModelFiles, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -123,8 +124,33 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
 def test_a_run_is_not_continued_with_another_shape(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
     trainer(tmp_path, TrainingOptions(layers=1, steps=1, minutes=0)).save()
-    with pytest.raises(ValueError, match="another shape"):
+    with pytest.raises(ValueError, match="another shape.*num_layers was 1"):
         trainer(tmp_path, TrainingOptions(layers=2, steps=1))
+
+
+def test_lengths_of_other_texts_are_not_compared(
+    trainer: Callable[..., Trainer], tmp_path: Path, runner: ModelRunner, examples: list[Example]
+) -> None:
+    options = msgspec.structs.replace(OPTIONS, steps=1)
+    first = trainer(tmp_path, options)
+    first.run()
+    first.progress.best = 9.0
+    first.save()
+    assert trainer(tmp_path, options).progress.best == 9.0
+    others = [text for text in examples if text.checksum != first.evaluated[0]]
+    target = decoder(runner.model)
+    shape = shape_for(target, options, MASK)
+    states = TargetStates(runner, state_layer_ids(shape), others, tmp_path / "states", 1 << 30)
+    other = Trainer(target, shape, others, states, tmp_path, options)
+    best: list[bool] = []
+    other.run(on_evaluation=lambda progress: best.append(progress.is_best))
+    assert best[0] and other.progress.best < 9.0
+
+
+def test_a_run_keeps_its_draft_vocabulary(trainer: Callable[..., Trainer], tmp_path: Path) -> None:
+    trainer(tmp_path, OPTIONS).save()
+    with pytest.raises(ValueError, match="begun with --draft-vocab-size 64"):
+        trainer(tmp_path, msgspec.structs.replace(OPTIONS, draft_vocab_size=32))
 
 
 def test_accept_length_is_what_decoding_step_by_step_would_see(examples: list[Example]) -> None:
