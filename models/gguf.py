@@ -307,6 +307,13 @@ def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
         "beta_fast": ("yarn_beta_fast", float),
         "beta_slow": ("yarn_beta_slow", float),
     }
+    for key in (
+        "attn_factor",
+        "yarn_attn_factor",
+        "yarn_ext_factor",
+    ):  # what they change is not computed here
+        if header.get(f"{prefix}.{key}", float, 1.0) != 1.0:
+            raise ModelError(f"{header.path}: {prefix}.{key} other than 1 is not supported")
     values = {name: header.get(f"{prefix}.{key}", of) for name, (key, of) in keys.items()}
     return {"rope_type": kind} | {name: value for name, value in values.items() if value is not None}
 

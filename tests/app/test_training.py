@@ -91,7 +91,11 @@ def test_a_log_gets_a_line_now_and_then() -> None:
         (b'{"prompt": "a"}\nhello\n', [], "data.jsonl, line 2: not JSON"),
         (b"[1]\n", [], "data.jsonl, line 1: not a JSON object"),
         (b'{"prompt": "\xff"}\n', [], "data.jsonl: not UTF-8"),
-        (b'{"messages": [{"role": "assistant"}]}\n', ["--keep-answers"], "data.jsonl, line 1: not a conversation"),
+        (
+            b'{"messages": [{"role": "assistant"}]}\n',
+            ["--keep-answers"],
+            "data.jsonl, line 1: not a conversation",
+        ),
         (b'{"prompt": "a"}\n', ["--target-layers", "99"], "--target-layers has [99]"),
         (b'{"prompt": "a"}\n', ["--mask-token", "99999"], "--mask-token 99999"),
     ],

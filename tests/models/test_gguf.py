@@ -204,6 +204,20 @@ class TestRefusals:
         path = finish(writer, tmp_path / "odd.gguf")
         self.refused(path, r"blk\.0\.ssm_in\.weight.*not part of a llama")
 
+    @pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor", "yarn_ext_factor"])
+    def test_a_rope_factor_that_is_not_computed(self, converted: Converted, tmp_path: Path, key: str) -> None:
+        folder, _ = converted("llama-yarn")
+        key = f"llama.rope.scaling.{key}"
+
+        def written(value: float) -> Path:
+            return convert(
+                folder, tmp_path / f"{value}.gguf", tokenizer=lambda to: to.add_float32(key, value)
+            )
+
+        assert gguf_config(written(1.0)).rope.type == "yarn"
+        with pytest.raises(ModelError, match=f"{key} other than 1"):
+            gguf_config(written(1.5))
+
     def test_a_missing_tensor_is_named_when_asked_for(self, converted: Converted) -> None:
         _, path = converted("llama")
         with pytest.raises(ModelError, match="q_norm"):
