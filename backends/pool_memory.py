@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
+    if size > sys.maxsize:
+        raise MemoryError(f"{size} bytes")
     memory = np.zeros(size, np.uint8)  # from calloc: what torch makes it also fills
     if library.available():
         library.use_large_pages(memory.ctypes.data, memory.nbytes)

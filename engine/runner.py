@@ -24,7 +24,7 @@ from backends.setup import AttentionBackends, build_attention_backends, configur
 from backends.state_pool import StatePool
 from engine.checkpoints import Checkpoint, Checkpoints
 from engine.graphs import StepGraph, capture
-from engine.memory import num_checkpoints, num_slots
+from engine.memory import available_bytes, num_checkpoints, num_slots
 from engine.options import CacheOptions
 from engine.request import Request, SamplingParams
 from engine.slot_table import SlotTable
@@ -133,11 +133,14 @@ class ModelRunner:
         if state_layout is not None and self.role == "draft":
             raise BackendError(f"{self.files.name} keeps recurrent state, which a drafter cannot roll back")
         try:
+            # On a CPU a pool takes memory as it fills: what there is too little of would be missed much later.
+            if self.device.type == "cpu" and slots * layout.bytes_per_slot > available_bytes(self.device):
+                raise MemoryError(f"the slots take {slots * layout.bytes_per_slot >> 20} MiB")
             self.kv_pool = self._make_kv_pool(layout, slots, self.device)
             self.slot_table = SlotTable(rows, self.max_context_len, self.device)
             if state_layout is not None:
                 self.state_pool = self._make_state_pool(state_layout, rows, self.device, checkpoints)
-        except (RuntimeError, TypeError) as error:  # TypeError: torch cannot even count so many
+        except (MemoryError, RuntimeError, TypeError) as error:  # TypeError: torch cannot even count so many
             raise ValueError(
                 f"{slots} KV slots and {rows} requests at once do not fit in memory: lower --max-total-tokens (or "
                 f"--mem-fraction-static) or --max-running-requests ({error})"

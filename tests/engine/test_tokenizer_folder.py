@@ -74,7 +74,7 @@ def save(folder: Path, backend: tokenizers.Tokenizer, **settings: Any) -> Path:
 
 
 def model_files(folder: Path) -> ModelFiles:
-    config = read_config({"model_type": "llama"} | dict.fromkeys(SIZES, 8))
+    config = read_config({"model_type": "llama", "head_dim": 2} | dict.fromkeys(SIZES, 8))
     return ModelFiles("hf", folder, (), 0, config, folder.name)
 
 
