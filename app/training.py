@@ -29,7 +29,7 @@ from speculative.training.states import TargetStates
 from speculative.training.trainer import Progress as TrainingProgress
 from speculative.training.trainer import Trainer
 
-ANSWERS, RUN = "answers.jsonl", "run"
+RUN = "run"
 _TELL = 20.0  # seconds between lines of a log
 
 
@@ -52,9 +52,11 @@ def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Pat
         try:
             # What cannot be trained is known before any text is written.
             shape_for(decoder(container.target.runner().model), options, options.mask_token_id or 0)
-            write(container, training, written, run / ANSWERS, settings.max_running_requests, console)
+            # Another target's answers stay where they are and are not trained on.
+            answers = run / f"answers-{target_digest(container.model_files())[:12]}.jsonl"
+            write(container, training, written, answers, settings.max_running_requests, console)
             limit = min(options.max_length, container.max_context_len())
-            files = [*kept, *([run / ANSWERS] if written else [])]
+            files = [*kept, *([answers] if written else [])]
             examples = list(read_examples(files, container.tokenizer(), limit))
             if training.minutes or training.steps:
                 learn(container, training, examples, out, command_line(settings, training, out), console)

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.errors import InvalidRequest
 from engine.request import OutputEvent, Request, SamplingParams
 from engine.tokenizer import Tokenizer
@@ -21,6 +23,20 @@ from speculative.training.data import DataError, records
 from speculative.training.topics import OPENINGS, TOPICS
 
 Messages = list[dict[str, str]]
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str
+
+
+class _PromptLine(msgspec.Struct):
+    """What a line of a prompt file may have; other fields do not matter."""
+
+    messages: list[_Message] = []
+    turns: list[str] = []
+    prompt: str | None = None
+
 
 SELF = "self"
 _MARK = "the user's words"
@@ -244,10 +260,12 @@ def _given(source: str) -> Iterator[Messages | str | None]:
 def _prompts(path: Path) -> Iterator[Messages]:
     """Conversations of a JSONL file: `messages`, a `prompt`, or the `turns` of a user."""
     for where, record in records(path):
-        messages = record.get("messages")
-        if messages is None:
-            turns = record.get("turns") or [record.get("prompt")]
-            messages = [{"role": "user", "content": turn} for turn in turns]
-        if not all(isinstance(message.get("content"), str) and message.get("role") for message in messages):
+        try:
+            line = msgspec.convert(record, _PromptLine)
+        except msgspec.ValidationError as error:
+            raise DataError(f"{where}: {error}") from error
+        turns = line.turns or ([] if line.prompt is None else [line.prompt])
+        messages = line.messages or [_Message(role="user", content=turn) for turn in turns]
+        if not messages:
             raise DataError(f"{where}: neither `messages` nor `turns` nor a `prompt`")
-        yield messages
+        yield [msgspec.to_builtins(message) for message in messages]

@@ -45,11 +45,18 @@ def train(out: Path, arguments: Sequence[str], *more: str) -> int:
     return main(["train-drafter", str(out), *arguments, *more])
 
 
+def answers_of(out: Path, arguments: Sequence[str]) -> Path:
+    """Where what the target wrote is kept."""
+    digest = target_digest(inspect_model(ModelOptions(model=arguments[1])))
+    return out / "run" / f"answers-{digest[:12]}.jsonl"
+
+
 def test_text_is_written_a_drafter_trained_and_both_continued(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train(tmp_path, arguments, "--tokens", "18000", "--steps", "2") == 0
-    answers = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    written = answers_of(tmp_path, arguments)
+    answers = written.read_text().splitlines()
     tokens = sum(len(json.loads(line)["token_ids"]) for line in answers)
     assert tokens >= 18000
     target = inspect_model(ModelOptions(model=arguments[1]))
@@ -60,11 +67,11 @@ def test_text_is_written_a_drafter_trained_and_both_continued(
     assert drafter.dflash.accept_length is not None and drafter.dflash.accept_length >= 1.0
     assert f"tandem train-drafter {tmp_path} --tokens 18000" in (tmp_path / "README.md").read_text()
     said = capsys.readouterr().err
-    assert f"wrote {len(answers)} texts, {tokens} tokens to {tmp_path / 'run' / 'answers.jsonl'}\n" in said
+    assert f"wrote {len(answers)} texts, {tokens} tokens to {written}\n" in said
     assert "the drafter is in" in said
 
     assert train(tmp_path, arguments, "--tokens", str(tokens + 200), "--steps", "4") == 0
-    more = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
+    more = written.read_text().splitlines()
     assert more[: len(answers)] == answers
     assert len({json.loads(line)["id"] for line in more}) == len(more) > len(answers)
 
@@ -73,9 +80,23 @@ def test_no_minutes_write_text_only(arguments: list[str], tmp_path: Path) -> Non
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
     assert train(tmp_path / "out", arguments, "--data", str(prompts), "--minutes", "0") == 0
-    (line,) = (tmp_path / "out" / "run" / "answers.jsonl").read_text().splitlines()
+    (line,) = answers_of(tmp_path / "out", arguments).read_text().splitlines()
     assert json.loads(line)["id"] == "prompts.jsonl-0"
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_answers_of_another_target_are_not_trained_on(
+    arguments: list[str], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    data = ["--data", str(prompts), "--minutes", "0"]
+    assert train(tmp_path / "out", arguments, *data) == 0
+    other = save_tiny_model(tmp_path_factory.mktemp("other"), num_hidden_layers=5)
+    others = [str(other) if argument == arguments[1] else argument for argument in arguments]
+    assert train(tmp_path / "out", others, *data) == 0
+    assert answers_of(tmp_path / "out", arguments) != answers_of(tmp_path / "out", others)
+    assert len(list((tmp_path / "out" / "run").glob("answers-*.jsonl"))) == 2
 
 
 def test_a_log_gets_a_line_now_and_then() -> None:
@@ -88,6 +109,9 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     ("content", "flags", "complaint"),
     [
         (b'{"prompt": "a"}\n{"text": "b"}\n', [], "data.jsonl, line 2: neither"),
+        (b'{"messages": 5}\n', [], "data.jsonl, line 1: Expected `array`, got `int` - at `$.messages`"),
+        (b'{"turns": ["a", 1]}\n', [], "data.jsonl, line 1: Expected `str`, got `int` - at `$.turns[1]`"),
+        (b'{"messages": [{"role": "user"}]}\n', [], "line 1: Object missing required field `content`"),
         (b'{"prompt": "a"}\nhello\n', [], "data.jsonl, line 2: not JSON"),
         (b"[1]\n", [], "data.jsonl, line 1: not a JSON object"),
         (b'{"prompt": "\xff"}\n', [], "data.jsonl: not UTF-8"),
@@ -99,7 +123,18 @@ def test_a_log_gets_a_line_now_and_then() -> None:
         (b'{"prompt": "a"}\n', ["--target-layers", "99"], "--target-layers has [99]"),
         (b'{"prompt": "a"}\n', ["--mask-token", "99999"], "--mask-token 99999"),
     ],
-    ids=["no prompt", "no JSON", "no object", "no UTF-8", "no conversation", "layers", "mask"],
+    ids=[
+        "no prompt",
+        "no messages",
+        "no text",
+        "no content",
+        "no JSON",
+        "no object",
+        "no UTF-8",
+        "no conversation",
+        "layers",
+        "mask",
+    ],
 )
 def test_mistakes_are_named(
     arguments: list[str],
