@@ -18,6 +18,7 @@ from app.terminal import started
 from app.training_settings import TrainingSettings
 from app.version import version
 from containers.application import ApplicationContainer
+from engine.chat_template import ChatTemplateError
 from models.base import ModelError
 from speculative.pairing import target_digest
 from speculative.training.checkpoint import export
@@ -41,9 +42,7 @@ def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Pat
     except OSError as error:
         raise SettingsError(f"{out}: cannot be written to ({error.strerror})") from error
     console = Console(stderr=True)
-    with started(
-        replace(settings, speculative_algorithm="none", speculative_num_draft_tokens=None)
-    ) as container:
+    with started(without_speculation(settings)) as container:
         kept = [
             Path(source) for source in training.sources if training.keep_answers and source.endswith(".jsonl")
         ]
@@ -60,9 +59,16 @@ def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Pat
             examples = list(read_examples(files, container.tokenizer(), limit))
             if training.minutes or training.steps:
                 learn(container, training, examples, out, command_line(settings, training, out), console)
-        except (ModelError, DataError) as error:
+        except (ModelError, DataError, ChatTemplateError) as error:
             raise SettingsError(str(error)) from error
     return 0
+
+
+def without_speculation(settings: EngineSettings) -> EngineSettings:
+    """What a server was told of drafts, by its environment or its file, is of no matter to a target that writes."""
+    names = [field.name for field in fields(settings) if field.name.startswith("speculative_")]
+    defaults = {name: getattr(EngineSettings, name) for name in names}
+    return replace(settings, **defaults | {"speculative_algorithm": "none"})
 
 
 def write(

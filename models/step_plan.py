@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -12,8 +12,21 @@ from models.base import CausalLM
 from models.decoder import Decoder
 from models.dflash import DFlashDrafter, DFlashLayer
 from models.gemma3 import Gemma3DecoderLayer, GemmaRMSNorm
-from models.layers import DecoderLayer, GatedMLP, Linear, RMSNorm
+from models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
 from models.rotary import RotaryEmbedding
+
+PlainLayer = DecoderLayer | Gemma3DecoderLayer
+# The pass that a plan stands in for, and the classes whose arithmetic it knows. What derives from them may compute
+# anything.
+_PASS = ("forward", "run", "rope_of", "logits", "finish_logits")
+_LAYERS = {DecoderLayer, DFlashLayer, Gemma3DecoderLayer}
+_PARTS = {Attention, GatedMLP, Linear, RMSNorm, GemmaRMSNorm}
+
+
+def is_plain(layer: torch.nn.Module) -> TypeGuard[PlainLayer]:
+    """Whether a layer is attention and a gated MLP, just as the native kernels compute them."""
+    parts = {type(part) for part in layer.modules() if part is not layer}
+    return type(layer) in _LAYERS and parts <= _PARTS
 
 
 def step_plan(model: CausalLM) -> StepPlan | str:
@@ -21,10 +34,14 @@ def step_plan(model: CausalLM) -> StepPlan | str:
     if not isinstance(model, Decoder):
         return f"{type(model).__name__} is not of the shape that plans are for"
     config = model.config
+    if any(getattr(type(model), name) is not getattr(Decoder, name) for name in _PASS):
+        return f"{type(model).__name__} has a pass of its own"
     if config.attn_logit_softcap is not None or config.final_logit_softcap is not None:
         return "logits are soft-capped"
-    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer | Gemma3DecoderLayer)]
-    if len(layers) < config.num_layers or not all(isinstance(layer.mlp, GatedMLP) for layer in layers):
+    if config.logits_divisor != 1.0:
+        return "logits are divided"
+    layers = [layer for layer in model.layers if is_plain(layer)]
+    if len(layers) < config.num_layers:
         return f"a layer of {type(model).__name__} is not plain attention and gated MLP"
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     if not all(is_packed(weight) for linear in linears for weight in linear.weights):
@@ -61,7 +78,7 @@ def step_plan(model: CausalLM) -> StepPlan | str:
     )
 
 
-def _layer(layer: DecoderLayer | Gemma3DecoderLayer, rope: RotaryEmbedding) -> LayerWeights:
+def _layer(layer: PlainLayer, rope: RotaryEmbedding) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     assert isinstance(mlp, GatedMLP)
     fields = (

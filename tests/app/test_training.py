@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.training import every
+from app.settings import EngineSettings
+from app.training import every, without_speculation
 from models.loader import inspect_model
 from models.options import ModelOptions
 from speculative.pairing import check_pairing, target_digest
@@ -148,6 +149,32 @@ def test_mistakes_are_named(
     data = ["--data", str(tmp_path / "data.jsonl"), "--steps", "1"]
     assert train(tmp_path / "out", arguments, *data, *flags) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_what_a_server_drafts_with_does_not_matter() -> None:
+    server = EngineSettings(
+        model="here",
+        threads=1,
+        speculative_algorithm="dflash",
+        speculative_draft_model_path="there",
+        speculative_draft_window_size=64,
+        speculative_draft_kv_cache_dtype="int8",
+    )
+    assert without_speculation(server) == EngineSettings(
+        model="here", threads=1, speculative_algorithm="none"
+    )
+
+
+def test_a_model_without_a_chat_template_is_told_what_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_tiny_model(folder, num_hidden_layers=4)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    flags = ["--model", str(folder), "--threads", "1", "--max-total-tokens", "2048", "--tokens", "100"]
+    assert train(tmp_path / "out", flags, "--minutes", "0") == 2
+    assert "give one with --chat-template" in capsys.readouterr().err
 
 
 def test_what_cannot_be_trained_on_is_said(

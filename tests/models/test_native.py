@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from engine.tokenizer import load_tokenizer
+from kernels.cpu.step_plan import StepPlan
 from models.base import CausalLM
+from models.decoder import Decoder
 from models.default import default_model_path
+from models.layers import DecoderLayer
+from models.llama import LlamaForCausalLM
 from models.loader import inspect_model, load_model
 from models.options import ModelOptions
-from models.weights import Precision
+from models.rotary import Rotation
+from models.source import SafetensorsSource
+from models.step_plan import step_plan
+from models.weights import Precision, Weights
 from tests.models.checkpoints import make_checkpoint
 from tests.models.harness import Sequences
 from tests.native import needs_native
@@ -42,6 +49,40 @@ def test_float32_weights_give_the_logits_of_transformers(name: str, captured: bo
         parts.append(sequences.extend({0: ids[start:stop], 2: ids[: stop - start]})[0])
 
     torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=0)
+
+
+class HalvedLayer(DecoderLayer):
+    """Computes something else over the parts of a plain layer."""
+
+    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        return hidden + 0.5 * self.self_attn(self.input_layernorm(hidden), rotation)
+
+
+class HalvedModel(LlamaForCausalLM):
+    layer_class = HalvedLayer
+
+
+class LouderModel(LlamaForCausalLM):
+    def finish_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return 2 * logits
+
+
+@pytest.mark.parametrize("family", [HalvedModel, LouderModel])
+def test_a_family_that_computes_something_else_gets_no_step_plan(
+    family: type[Decoder], tmp_path: Path
+) -> None:
+    make_checkpoint("llama-tied", tmp_path)
+    files = inspect_model(ModelOptions(model=str(tmp_path)))
+
+    def built(family: type[Decoder]) -> StepPlan | str:
+        weights = Weights(
+            SafetensorsSource(files.weight_files), "here", CPU, Precision(torch.float32, native=True)
+        )
+        with torch.inference_mode():
+            return step_plan(family(files.config, weights))
+
+    assert isinstance(built(LlamaForCausalLM), StepPlan)
+    assert isinstance(built(family), str)
 
 
 @pytest.fixture(scope="module")
