@@ -11,20 +11,30 @@ from anyio import to_thread
 from app.deps import TokenizerPort
 from app.errors import bad_request
 from app.protocol import Message, TemplateFields
+from engine.chat_template import ChatTemplateError, tests_content_for_none
 
 
-def template_messages(messages: Sequence[Message], template: str | None) -> list[dict[str, Any]]:
-    """Messages as templates expect them: call arguments as objects, `developer` only where the template knows it."""
+def template_messages(
+    messages: Sequence[Message], template: str | None, arguments_as_objects: bool = True
+) -> list[dict[str, Any]]:
+    """Messages as templates expect them: call arguments as objects, `developer` only where the template knows it, no
+    content beside calls where the template tells a call by that."""
     knows_developer = template is not None and "developer" in template
+    tests_for_none = template is not None and tests_content_for_none(template)
     result = []
     for index, message in enumerate(messages):
         turn = message.model_dump(exclude_none=True)
-        turn.setdefault("content", "")  # None would be rendered as a word
+        calls = turn.pop("tool_calls", None)
+        if calls:  # templates test for the key
+            turn["tool_calls"] = calls
+        if not turn.get("content"):  # None would be rendered as a word
+            turn["content"] = None if calls and tests_for_none else ""
         if message.role == "developer" and not knows_developer:
             turn["role"] = "system"
-        for number, call in enumerate(turn.get("tool_calls", ())):
+        for number, call in enumerate(calls or ()):
             where = f"messages[{index}].tool_calls[{number}].function.arguments"
-            call["function"]["arguments"] = _arguments(call["function"].get("arguments"), where)
+            arguments = _arguments(call["function"].get("arguments"), where)
+            call["function"]["arguments"] = arguments if arguments_as_objects else json.dumps(arguments)
         result.append(turn)
     return result
 
@@ -42,7 +52,7 @@ def _arguments(text: str | None, where: str) -> dict[str, Any]:
 async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_tools: bool = True) -> list[int]:
     """Token ids of the templated messages. Raises ApiError 400 where the template refuses them."""
 
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
+    tools = (fields.tools or []) if with_tools else []
     if tools and not tokenizer.takes_tools:
         raise bad_request(
             "the model's chat template has no place for tools, so the model would not see them",
@@ -50,14 +60,22 @@ async def chat_prompt(tokenizer: TokenizerPort, fields: TemplateFields, with_too
             "unsupported_parameter",
         )
 
-    def render() -> list[int]:
-        text = tokenizer.apply_chat_template(
-            template_messages(fields.messages, tokenizer.chat_template),
-            tools=tools or None,
+    def template(arguments_as_objects: bool) -> str:
+        return tokenizer.apply_chat_template(
+            template_messages(fields.messages, tokenizer.chat_template, arguments_as_objects),
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
             add_generation_prompt=fields.add_generation_prompt is not False,
             continue_final_message=bool(fields.continue_final_message),
             **(fields.chat_template_kwargs or {}),
         )
+
+    def render() -> list[int]:
+        try:
+            text = template(arguments_as_objects=True)
+        except ChatTemplateError:
+            if not any(message.tool_calls for message in fields.messages):
+                raise
+            text = template(arguments_as_objects=False)  # some templates append them to a text
         # The template writes the special tokens itself.
         return tokenizer.encode(text, add_special_tokens=bool(fields.add_special_tokens))
 

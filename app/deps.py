@@ -81,4 +81,4 @@ class ServerDeps:
     server_info: Callable[[], dict[str, Any]]
     served_model_name: str
     speculative_algorithms: Sequence[str] = ("none",)
-    max_request_bytes: int = 32 * 1024 * 1024
+    max_request_bytes: int = 8 * 1024 * 1024

@@ -120,9 +120,11 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "lora_request": (),
     "mirostat": (0,),
+    "num_beams": (1,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),
+    "stop_regex": ([],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
@@ -133,10 +135,15 @@ _CHANGES_THE_ANSWER: dict[str, tuple[Any, ...]] = {
 }
 # What other servers call fields of ours.
 _OURS = {
+    "max_completion_tokens": "max_tokens",  # of chats
     "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
     "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
     "temp": "temperature",
+    "top_logprobs": "logprobs",  # of chats
 }
 _NEAR = 0.81  # max_tokns is so near to max_tokens, best_of is not to bad_words
 
@@ -153,7 +160,7 @@ class GenerationBody(WireModel):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)

@@ -426,4 +426,4 @@ class ServerSettings(EngineSettings):
     ] = 30.0
     max_request_bytes: Annotated[
         int, Parameter(group=_SERVER, validator=_POSITIVE, help="The largest request body that is read.")
-    ] = 32 * 1024 * 1024
+    ] = 8 * 1024 * 1024  # reading one holds everything up, in the worst case for a second or two

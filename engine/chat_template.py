@@ -6,6 +6,7 @@ A template comes with a model, so it is not trusted: it runs in Jinja's immutabl
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -21,6 +22,8 @@ Message = Mapping[str, Any]
 
 # Marks where the text of the final message ends. Whether its space survives tells if the template trims.
 _CONTINUED = "<|message to continue|> "
+
+_TESTS_CONTENT_FOR_NONE = re.compile(r"""content(['"]\])?\s+is\s+(not\s+)?none\b""", re.IGNORECASE)
 
 
 class ChatTemplateError(ValueError):
@@ -75,6 +78,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
         self.source = source
+        self._tests_for_none = tests_content_for_none(source)
         self._variables = dict(variables or {})
         try:
             environment = _environment()
@@ -101,7 +105,10 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("continue_final_message and add_generation_prompt exclude each other")
         # Templates test for a key, and many print a None as it stands.
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        plain = [
+            {k: v for k, v in message.items() if v is not None or (k == "content" and self._tests_for_none)}
+            for message in messages
+        ]
         if continue_final_message:
             plain[-1:] = [_open_ended(plain)]
         values = {
@@ -117,6 +124,11 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it can fail in any way on what it was given
             raise ChatTemplateError(f"the chat template failed: {error}") from error
         return _cut_open(text) if continue_final_message else text
+
+
+def tests_content_for_none(source: str) -> bool:
+    """Whether a template asks if a message's content is none, as DeepSeek's tell a call from an answer."""
+    return _TESTS_CONTENT_FOR_NONE.search(source) is not None
 
 
 def _open_ended(messages: Sequence[Message]) -> dict[str, Any]:

@@ -256,6 +256,7 @@ class Engine:
         request = step.request
         live = self._live[request.request_id]
         if output.error is not None:
+            logger.warning("request %s ends with an error: %s", request.request_id, output.error)
             self._finish(
                 live, OutputEvent(request.request_id, "", (), finish_reason="error", error=output.error)
             )
@@ -264,7 +265,7 @@ class Engine:
             # By position: after a preemption the prompt is gone through again.
             live.prompt_logprobs[request.cached_len + 1 :] = output.prompt_logprobs
 
-        text, kept = "", 0
+        text, kept, shown = "", 0, 0
         finish: FinishReason | None = None
         stop_reason: str | int | None = None
         if step.samples and request.sampling.max_tokens == 0:
@@ -275,6 +276,7 @@ class Engine:
                 kept += 1
                 pushed = live.stops.push(token)
                 text += pushed.text
+                shown += not pushed.is_hidden
                 finish, stop_reason = pushed.finish_reason, pushed.stop_reason
                 if finish is not None:
                     break
@@ -287,7 +289,7 @@ class Engine:
             request.request_id,
             text,
             output.token_ids[:kept],
-            output.logprobs[:kept],
+            output.logprobs[:shown],
             finish_reason=finish,
             stop_reason=stop_reason,
             prompt_logprobs=tuple(live.prompt_logprobs) if live.prompt_logprobs is not None else None,
@@ -350,6 +352,7 @@ class Engine:
         for request in requests:
             self._finished[reason] += 1
             self._send(request, OutputEvent(request.request_id, "", (), finish_reason=reason, error=error))
+        self._stats = replace(self._stats, running=0, waiting=0, requests_finished=dict(self._finished))
 
     def _publish(self) -> None:
         scheduler, totals = self._scheduler, self._totals

@@ -19,11 +19,13 @@ class StoppingTokenizer(TokenDecoder, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one token did. `stop_reason` is the stop string or stop token that ended it all; None for EOS."""
+    """What one token did. `stop_reason` is the stop string or stop token that ended it all; None for EOS.
+    `is_hidden`: the token ended it and is not part of the text."""
 
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    is_hidden: bool = False
 
 
 class StopChecker:
@@ -70,7 +72,7 @@ class StopChecker:
             self._held = "" if ends else _tail_to_hold(text, self._stops)
             text = text[: len(text) - len(self._held)]
         if is_stop:
-            return Step(text, "stop", None if is_eos else token_id)
+            return Step(text, "stop", None if is_eos else token_id, is_hidden=not self._include_stop)
         return Step(text, "length" if ends else None)
 
 

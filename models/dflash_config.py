@@ -44,6 +44,10 @@ class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
         return config.is_sliding(layer_id) if self.causal is None else self.causal
 
 
+# What other heads under the same name compute differently.
+_UNSUPPORTED = ("markov_head_type", "markov_rank", "sample_from_anchor", "shift_label", "swa_window_size")
+
+
 def read_dflash_config(config: Mapping[str, Any], where: str) -> DFlashConfig:
     """Read the dict of a drafter's config.json, where keys may also stand outside `dflash_config`.
 
@@ -53,6 +57,13 @@ def read_dflash_config(config: Mapping[str, Any], where: str) -> DFlashConfig:
     if not isinstance(own, Mapping):
         raise ModelError(f"{where}: no 'dflash_config'")
     merged = {key: value for key, value in {**config, **own}.items() if value is not None}
+    changed = [key for key in _UNSUPPORTED if merged.get(key)]
+    if merged.get("projector_type") not in (None, "dflash"):
+        changed.append(f"projector_type {merged['projector_type']!r}")
+    if merged.get("use_aux_hidden_state") is False:
+        changed.append("use_aux_hidden_state false")
+    if changed:
+        raise ModelError(f"{where}: a DFlash drafter with {', '.join(changed)} is not supported")
     if "is_causal" in merged:  # its newer name
         merged["causal"] = merged["is_causal"]
     try:

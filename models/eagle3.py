@@ -23,7 +23,15 @@ from models.weights import Weights
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # Variants of the layer that change what it computes.
-_UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_residual", "parallel_drafting")
+_UNSUPPORTED = (
+    "eh_proj_before_attn",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+    "parallel_drafting",
+    "return_hidden_post_norm",
+)
 
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -55,10 +63,10 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
 
 def read_eagle3_config(config: Mapping[str, Any], where: str) -> Eagle3Config:
     """Read the dict of a drafter's config.json. Raises ModelError, which starts with `where`."""
-    changed = [key for key in _UNSUPPORTED if config.get(key)]
+    own = {**config, **(config.get("eagle_config") or {})}  # keys stand in either place
+    changed = [key for key in _UNSUPPORTED if own.get(key)]
     if changed:
         raise ModelError(f"{where}: an EAGLE-3 drafter with {', '.join(changed)} is not supported")
-    own = config.get("eagle_config") or {}
     try:
         return msgspec.convert(
             {

@@ -298,11 +298,14 @@ def _hf_config(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]
 
 def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     prefix = f"{header.architecture}.rope.scaling"
-    kind = header.get(f"{prefix}.type", str, "none")
+    legacy = header.get(
+        f"{header.architecture}.rope.scale_linear", float
+    )  # of files that are older than the others
+    factor = header.get(f"{prefix}.factor", float) or legacy
+    kind = header.get(f"{prefix}.type", str, "linear" if factor not in (None, 0.0, 1.0) else "none")
     if kind == "none":
         return None
     keys = {
-        "factor": ("factor", float),
         "original_max_position_embeddings": ("original_context_length", int),
         "beta_fast": ("yarn_beta_fast", float),
         "beta_slow": ("yarn_beta_slow", float),
@@ -315,7 +318,9 @@ def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
         if header.get(f"{prefix}.{key}", float, 1.0) != 1.0:
             raise ModelError(f"{header.path}: {prefix}.{key} other than 1 is not supported")
     values = {name: header.get(f"{prefix}.{key}", of) for name, (key, of) in keys.items()}
-    return {"rope_type": kind} | {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": kind} | {
+        name: value for name, value in {"factor": factor, **values}.items() if value is not None
+    }
 
 
 def _rope_factors(header: GGUFHeader, info: TensorInfo, head_dim: int) -> tuple[float, ...]:

@@ -102,7 +102,7 @@ _ARCHITECTURES = {
 
 
 # Names under which a family's configuration is published besides its own.
-_SAME_AS = {"kimi_k2": "deepseek_v3"}
+_SAME_AS = {"kimi_k2": "deepseek_v3", "ministral": "mistral"}
 
 # Multimodal models that are served as the text model in their text_config, and its model_type.
 _TEXT_MODELS = {"gemma3": "gemma3_text", "kimi_k25": "deepseek_v3", **hybrid.TEXT_MODELS}
@@ -123,7 +123,7 @@ class _Reader:
         self.where = where
         if not isinstance(config, Mapping):
             raise ModelError(f"{where}: not a JSON object")
-        outer = config
+        outer = self._outer = config
         text = config.get("text_config")
         nested = _TEXT_MODELS.get(str(config.get("model_type")))
         if nested is not None and isinstance(text, Mapping):
@@ -151,7 +151,7 @@ class _Reader:
             )
 
     def read(self) -> ModelConfig:
-        if self.values.get("quantization_config"):
+        if self._outer.get("quantization_config") or self.values.get("quantization_config"):
             raise self._error(
                 "checkpoints with a quantization_config are not supported; use safetensors in float or GGUF"
             )
@@ -228,7 +228,7 @@ class _Reader:
     def _layer_types(self, layers: int, window: int | None) -> tuple[LayerType, ...]:
         """Which layers slide, by the rule of each family."""
         named = self.values.get("layer_types")
-        if named is not None and self.model_type in ("qwen2", "qwen3", "gemma3_text"):
+        if named is not None and self.model_type in ("mistral", "qwen2", "qwen3", "gemma3_text"):
             return self._named_layer_types(named, layers)
         if self.model_type == "gemma3_text":
             every = self._int("sliding_window_pattern", 6)
@@ -310,12 +310,13 @@ class _Reader:
     def _ropes(self) -> tuple[RopeConfig, RopeConfig | None]:
         """The rope of all layers, and the sliding layers' own where they have one."""
         theta = self.values.get("rope_theta") or 10_000.0
-        parameters = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        # People add the older key to files that have the newer one: it is what they want changed.
+        parameters, scaling = (self.values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
         if self.model_type != "gemma3_text":
-            return self._rope(parameters, theta), None
+            return self._rope({**parameters, **scaling}, theta), None
         nested = parameters if set(get_args(LayerType)) & set(parameters) else {"full_attention": parameters}
         return (
-            self._rope(nested.get("full_attention") or {}, theta),
+            self._rope({**(nested.get("full_attention") or {}), **scaling}, theta),
             self._rope(nested.get("sliding_attention") or {}, self.values["rope_local_base_freq"]),
         )
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import jinja2
 import tokenizers
 import uvicorn
 from starlette.applications import Starlette
@@ -22,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from app.deps import ServerDeps
 from app.errors import exception_handlers
 from app.routes import routes
+from engine.chat_template import ChatTemplate
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.request import OutputEvent, Request, SpeculationStats, TokenLogprob
 
@@ -76,13 +76,9 @@ class ByteTokenizer:
         return self._bytes[token_id]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        def raise_exception(message: str) -> None:
-            raise ValueError(message)
-
         if self.chat_template is None:
             raise ValueError("the model has no chat template")
-        template = jinja2.Template(self.chat_template)
-        return template.render(messages=messages, raise_exception=raise_exception, **variables)
+        return ChatTemplate(self.chat_template).render(messages, **variables)
 
 
 def logprob_of(token_id: int) -> float:

@@ -135,6 +135,52 @@ def test_a_template_that_knows_developers_gets_them() -> None:
         assert prompt_of(engine) == "developer!"
 
 
+CALL: list[Any] = [
+    {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "prompt"),
+    [
+        pytest.param(
+            "{% for m in messages %}{% if m['content'] is none %}call{% else %}[{{ m.content }}]{% endif %}{% endfor %}",
+            {"content": "", "tool_calls": CALL},
+            "[hi]call",
+            id="a call is told by its content",
+        ),
+        pytest.param(
+            "{% for m in messages %}{% if m['content'] is none %}call{% else %}[{{ m.content }}]{% endif %}{% endfor %}",
+            {"content": ""},
+            "[hi][]",
+            id="an answer without text is no call",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ '(' + c.function.arguments + ')' }}"
+            "{% endfor %}{% endfor %}",
+            {"tool_calls": CALL},
+            'hi({"x": 5})',
+            id="arguments are appended as text",
+        ),
+        pytest.param(
+            "{% for m in messages %}{{ m.content }}{% if 'tool_calls' in m %}call{% endif %}{% endfor %}",
+            {"content": "no", "tool_calls": []},
+            "hino",
+            id="no calls are none",
+        ),
+    ],
+)
+def test_calls_are_shown_as_the_template_wants_them(template: str, turn: Any, prompt: str) -> None:
+    engine = FakeEngine(ByteTokenizer(template))
+    with (
+        engine,
+        serving(make_app(engine)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        client.chat.completions.create(model="tiny", messages=[*HI, {"role": "assistant", **turn}])
+        assert prompt_of(engine) == prompt
+
+
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}},
 ]

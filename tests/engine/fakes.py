@@ -13,7 +13,7 @@ from engine.allocator import SlotAllocator
 from engine.engine import Engine
 from engine.options import SchedulerOptions
 from engine.radix_cache import RadixCache
-from engine.request import OutputEvent, Request, SamplingParams
+from engine.request import OutputEvent, Request, SamplingParams, TokenLogprob
 from engine.scheduler import Scheduler
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep, StepOutput
@@ -94,7 +94,8 @@ class CountingWorker:
         agreed = 0
         while agreed < len(step.drafts) and step.drafts[agreed] == tokens[agreed]:
             agreed += 1
-        return StepOutput(tuple(tokens[: agreed + 1]))
+        kept = tuple(tokens[: agreed + 1])
+        return StepOutput(kept, tuple(TokenLogprob(token, 0.0, ()) for token in kept))
 
     @staticmethod
     def _continue(request: Request, count: int) -> list[int]:

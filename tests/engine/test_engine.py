@@ -67,6 +67,20 @@ def test_a_stop_inside_an_accepted_block_cuts_text_tokens_usage_and_counters_at_
     assert last.speculation.accepted_tokens <= 5 and total.generation_tokens_total == 6
 
 
+def test_logprobs_are_of_the_tokens_in_the_text() -> None:
+    with running_engine(CountingWorker()) as engine:
+        request, receiver = make_request(
+            "r", "ab", max_tokens=50, logprobs=0, stop_token_ids=tuple(letters("f"))
+        )
+        engine.submit(request)
+        assert receiver.wait().finish_reason == "stop"
+
+    assert receiver.text == "cde"
+    assert receiver.token_ids == letters("cdef")
+    shown = [entry.token_id for event in receiver.events for entry in event.logprobs]
+    assert shown == letters("cde")
+
+
 def test_the_block_shrinks_at_the_context_limit() -> None:
     with running_engine(CountingWorker(8), context=12) as engine:
         request, receiver = make_request("r", "abcd", max_tokens=100)
@@ -212,6 +226,9 @@ def test_a_fault_of_the_engine_answers_everybody_and_raises() -> None:
         with pytest.raises(EngineStopped):
             engine.submit(make_request("three", "ef")[0])
 
+        stats = engine.stats()
+
+    assert (stats.running, stats.waiting, stats.requests_finished["error"]) == (0, 0, 2)
     assert all(error is not None and "out of memory" in error for error in errors)
     assert [type(failure) for failure in engine.failures] == [RuntimeError]
 

@@ -171,7 +171,7 @@ def test_a_stop_string_must_lie_behind_the_first_min_tokens() -> None:
 
 def test_eos_ends_a_text_without_showing_itself() -> None:
     steps = run([1, EOS, 1], skip_special_tokens=False)
-    assert steps == [Step("a"), Step("", "stop", None)]
+    assert steps == [Step("a"), Step("", "stop", None, is_hidden=True)]
 
 
 def test_eos_is_a_token_like_any_other_when_ignored() -> None:
@@ -180,7 +180,7 @@ def test_eos_is_a_token_like_any_other_when_ignored() -> None:
 
 
 def test_a_stop_token_says_which_it_was() -> None:
-    assert run([1, 2, 1], stop_token_ids=(2,)) == [Step("a"), Step("", "stop", 2)]
+    assert run([1, 2, 1], stop_token_ids=(2,)) == [Step("a"), Step("", "stop", 2, is_hidden=True)]
     assert run([1, 2, 1], stop_token_ids=(2,), include_stop_str_in_output=True)[-1] == Step("b", "stop", 2)
 
 

@@ -17,6 +17,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
@@ -148,6 +150,13 @@ CHECKPOINTS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "mistral": lambda: _mistral(sliding_window=None),
     "mistral-window": lambda: _mistral(sliding_window=8),
+    "ministral": lambda: MinistralForCausalLM(
+        MinistralConfig(
+            **{**_SHAPE, "num_hidden_layers": 3, "head_dim": 16},
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        )
+    ),
     "qwen2": _qwen2,
     "qwen2-window": lambda: _qwen2(
         num_hidden_layers=3, use_sliding_window=True, sliding_window=8, max_window_layers=1

@@ -110,6 +110,39 @@ def test_mistral_slides_in_every_layer_or_none() -> None:
     assert config(**mistral, sliding_window=None).window(3) is None
 
 
+def test_layers_of_a_mistral_may_be_named_one_by_one() -> None:
+    named = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
+    found = config(**mistral, layer_types=named)
+    assert [found.window(layer) for layer in range(4)] == [None, 16, 16, 16]
+
+
+def test_rope_scaling_that_was_added_to_a_newer_file_counts() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    assert (
+        config(rope_parameters=plain, rope_scaling=scaling).rope
+        == config(rope_theta=1e6, rope_scaling=scaling).rope
+    )
+
+    nested = {"full_attention": plain, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_parameters": nested}
+    found = config(**gemma, rope_scaling={"rope_type": "linear", "factor": 8.0})
+    assert (found.rope.type, found.rope.factor, found.rope.theta) == ("linear", 8.0, 1e6)
+    assert found.local_rope is not None and found.local_rope.type == "default"
+
+
+def test_a_quantised_multimodal_checkpoint_is_refused_by_its_outer_key() -> None:
+    quantised = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {**LLAMA, "model_type": "gemma3_text"},
+        "quantization_config": {"quant_method": "fp8"},
+    }
+    with pytest.raises(ModelError, match="quantization_config"):
+        read_config(quantised)
+
+
 def test_gemma3_as_published_with_most_keys_left_out() -> None:
     gemma = read_config(
         {

@@ -461,6 +461,12 @@ def test_sliding_layers_are_causal_unless_the_config_says_so_of_all() -> None:
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [-1]}}, "target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id"),
+        (
+            {"dflash_config": {**PUBLISHED["dflash_config"], "projector_type": "dspark"}},
+            "projector_type 'dspark'",
+        ),
+        ({"dflash_config": {**PUBLISHED["dflash_config"], "shift_label": True}}, "shift_label is not"),
+        ({"dflash_config": {**PUBLISHED["dflash_config"], "use_aux_hidden_state": False}}, "use_aux_hidden"),
         ({"block_size": 1}, "block_size"),
         ({"block_size": "8"}, "block_size"),
     ],

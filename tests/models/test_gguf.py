@@ -159,6 +159,21 @@ def test_the_default_model_opens(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("key", ["llama.rope.scale_linear", "llama.rope.scaling.factor"])
+def test_a_rope_factor_without_a_type_is_linear(converted: Converted, tmp_path: Path, key: str) -> None:
+    folder, _ = converted("llama")
+    plain, stretched = (
+        gguf_config(
+            convert(
+                folder, tmp_path / f"{factor}.gguf", tokenizer=lambda to, f=factor: to.add_float32(key, f)
+            )
+        )
+        for factor in (1.0, 8.0)
+    )
+    assert (plain.rope.type, stretched.rope.type, stretched.rope.factor) == ("default", "linear", 8.0)
+    assert stretched.context_length == 8 * plain.context_length
+
+
 class TestRefusals:
     """Whatever is wrong with a file, the error names the file and says what it is."""
 
