@@ -55,6 +55,8 @@ class ForwardBatch:
     state_pool: recurrent state, by table row; None for models without.
     state_checkpoints: S mappings from a position to the row of `state_pool` in which the state after that many tokens
         is to be kept, as soon as they are certain. None: none.
+    prefix_lens: S lengths of context that the prefix cache had for a sequence when it came, however its prompt has
+        been cut since. None: all that is before this pass.
     features: [T, hidden_size] what a chain drafter reads beside each token. None for other models.
     """
 
@@ -74,6 +76,7 @@ class ForwardBatch:
     num_draft_rows: tuple[int, ...] | None = None
     state_pool: StatePool | None = None
     state_checkpoints: tuple[Mapping[int, int], ...] | None = None
+    prefix_lens: tuple[int, ...] | None = None
     features: torch.Tensor | None = None
 
 

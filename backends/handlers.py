@@ -25,7 +25,7 @@ def by_prefix_length(batch: ForwardBatch) -> AttnForwardMethod:
     """MHA for prompts with no cached prefix, or where all have a long one; MQA for all else."""
     if batch.mode is not ForwardMode.EXTEND:
         return AttnForwardMethod.MQA
-    prefixes = [
+    prefixes = batch.prefix_lens or [
         context - queries for queries, context in zip(batch.query_lens, batch.context_lens, strict=True)
     ]
     if all(prefix == 0 or prefix >= MHA_PREFIX_THRESHOLD for prefix in prefixes):

@@ -49,7 +49,7 @@ def cut(batch: ForwardBatch, pieces: Sequence[Piece]) -> Part:
         device=batch.input_ids.device,
     )
     prompt, drafts, lens = batch.num_prompt_rows, batch.num_draft_rows, batch.query_lens
-    checkpoints = batch.state_checkpoints
+    checkpoints, prefixes = batch.state_checkpoints, batch.prefix_lens
     part = dataclasses.replace(
         batch,
         input_ids=batch.input_ids[rows],
@@ -63,6 +63,7 @@ def cut(batch: ForwardBatch, pieces: Sequence[Piece]) -> Part:
         and tuple(min(max(prompt[s] - start, 0), stop - start) for s, start, stop in pieces),
         num_draft_rows=drafts
         and tuple(max(stop - max(start, lens[s] - drafts[s]), 0) for s, start, stop in pieces),
+        prefix_lens=prefixes and tuple(prefixes[s] for s, _, _ in pieces),
         state_checkpoints=checkpoints and tuple(checkpoints[s] for s, _, _ in pieces),
     )
     return Part(part, rows)

@@ -134,8 +134,9 @@ class ModelRunner:
             raise BackendError(f"{self.files.name} keeps recurrent state, which a drafter cannot roll back")
         try:
             # On a CPU a pool takes memory as it fills: what there is too little of would be missed much later.
-            if self.device.type == "cpu" and slots * layout.bytes_per_slot > available_bytes(self.device):
-                raise MemoryError(f"the slots take {slots * layout.bytes_per_slot >> 20} MiB")
+            size = self._pool_bytes(slots, rows, checkpoints)
+            if self.device.type == "cpu" and size > available_bytes(self.device):
+                raise MemoryError(f"they take {size >> 20} MiB")
             self.kv_pool = self._make_kv_pool(layout, slots, self.device)
             self.slot_table = SlotTable(rows, self.max_context_len, self.device)
             if state_layout is not None:
@@ -295,6 +296,7 @@ class ModelRunner:
             num_prompt_rows=tuple(prompt_rows),
             capture_layers=capture_layers,
             num_draft_rows=tuple(draft_rows),
+            prefix_lens=tuple(step.request.prefix_hit_tokens or 0 for step in steps),
             state_pool=self.state_pool,
             state_checkpoints=tuple(step.request.checkpoints for step in steps),
         )
@@ -362,6 +364,15 @@ class ModelRunner:
         size, running = state.bytes_per_checkpoint, state.bytes_per_request * self._max_running_requests
         checkpoints = num_checkpoints(size, layouts, options, context, device, running)
         return num_slots(layouts, options, context, device, running + checkpoints * size), checkpoints
+
+    def _pool_bytes(self, slots: int, rows: int, checkpoints: int) -> int:
+        """What the pools of this worker take once they are full, and those that a drafter will make after them."""
+        assert self.model is not None
+        layouts = [self.kv_layout, *(self._draft_layouts() if self._target is None else ())]
+        size, state = slots * sum(layout.bytes_per_slot for layout in layouts), self.model.state_layout()
+        if state is not None:
+            size += rows * state.bytes_per_request + checkpoints * state.bytes_per_checkpoint
+        return size
 
 
 def _mode(query_lens: Sequence[int], prompt_rows: Sequence[int]) -> ForwardMode:

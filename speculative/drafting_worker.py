@@ -102,13 +102,11 @@ class DraftingWorker(SpeculativeWorker):
                 self._controller.observe_drafting(self._drafter.pass_rows([limit]), seconds)
 
     def max_draft_tokens(self, request: Request) -> int:
-        asked = request.speculation.num_draft_tokens
-        most = 0
-        if self._looks_up(request):
-            most = (asked or self._options.num_draft_tokens) - 1
+        limit = self._options.num_draft_tokens
+        allowed = min(request.speculation.num_draft_tokens or limit, limit) - 1
+        most = allowed if self._looks_up(request) else 0
         if self._drafter is not None and self._follows(request):
-            room = self._drafter.room(request)
-            most = max(most, room if asked is None else min(room, asked - 1))
+            most = max(most, min(self._drafter.room(request), allowed))
         return most
 
     def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
@@ -168,7 +166,7 @@ class DraftingWorker(SpeculativeWorker):
         usable = super().usable_prefix(request, slots)
         if self._drafter is None or not self._uses_model(request):
             return usable
-        if not self._watch.pays:
+        if not self._watch.pays or not self._drafter.room(request):
             return usable  # a draft can do without some of the context, and there may never be one
         return min(usable, self._drafter.usable_prefix(request, slots))
 

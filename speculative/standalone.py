@@ -64,6 +64,7 @@ class Standalone(Drafter):
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
     ) -> list[Proposal]:
         parts = [self._new_tokens(request) for request in requests]
+        known = [part.position for part in parts]
         for part in parts:
             while len(part.slots) > MAX_EXTEND:
                 self._pass([part.cut(MAX_EXTEND)])
@@ -76,9 +77,9 @@ class Standalone(Drafter):
             )
 
         proposals = draft_chains(next_logits, requests, limits, self.vocabulary, sampling_row)
-        for request in requests:
+        for request, start in zip(requests, known, strict=True):
             self._known[request] = request.cached_len
-            self.fill(request.slots[: request.cached_len])
+            self.fill(request.slots[start : request.cached_len])
         return proposals
 
     def committed(self, request: Request, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ from backends.dispatch import Dispatch, dispatch_attn_forward_method
 from backends.forward import ForwardBatch, ForwardMode, forward_context, get_attn_backend
 from backends.handlers import MHA_PREFIX_THRESHOLD, AttnForwardMethod, always_absorbed, by_prefix_length
 from backends.options import AttentionOptions
+from backends.parts import Piece, cut
 from backends.registry import BackendSpec
 from backends.setup import Role, build_attention_backends
 from backends.torch_native import TorchNativeBackend
@@ -95,6 +96,18 @@ def test_by_prefix_length_a_short_prefix_is_read_as_it_is_cached(
     )
     assert by_prefix_length(batch) is method
     assert always_absorbed(batch) is MQA
+
+
+def test_by_prefix_length_a_prompts_own_chunks_are_no_prefix() -> None:
+    batch = dataclasses.replace(
+        batch_of(ForwardMode.EXTEND),
+        query_lens=(2, 2),
+        context_lens=(102, 102),
+        table_rows=(0, 0),
+        prefix_lens=(0, 100),
+    )
+    assert by_prefix_length(cut(batch, [Piece(0, 0, 2)]).batch) is MHA
+    assert by_prefix_length(cut(batch, [Piece(1, 0, 2)]).batch) is MQA
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode))

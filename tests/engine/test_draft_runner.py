@@ -61,10 +61,14 @@ def test_a_drafter_is_brought_up_beside_its_target(folders: tuple[Path, Path]) -
     assert draft.describe()["stage"] == "ready"
 
 
-def test_a_pool_by_memory_leaves_room_for_what_the_drafter_holds_for_each_slot(
+def test_a_pool_by_memory_or_by_number_leaves_room_for_what_the_drafter_holds_for_each_slot(
     folders: tuple[Path, Path],
 ) -> None:
     nobody_has_so_much = KVLayout(1, 1 << 50, 64, 64, torch.float32)
+    target = make_target(folders[0], draft_layouts=lambda: [nobody_has_so_much])
+    target.load()
+    with pytest.raises(ValueError, match="--max-total-tokens"):
+        target.init_attention_backends()
     for layouts, fits in (([], True), ([nobody_has_so_much], False)):
         target = make_target(folders[0], max_total_tokens=None, draft_layouts=lambda found=layouts: found)
         target.load()

@@ -68,6 +68,14 @@ def test_company_and_cache_hits_change_nothing(
     assert texts(answers) == texts(expected)
 
 
+def test_how_prompts_are_cut_into_chunks_changes_nothing(runner: ModelRunner, tokenizer: Tokenizer) -> None:
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0, logprobs=1)
+    requests = {str(n): (tokenizer.encode(("tick tock " * 9)[:n]), sampling) for n in (70, 31, 62, 40)}
+    alone, _, _ = answer(runner, tokenizer, plain, requests, together=1, caching=False)
+    beside, _, _ = answer(runner, tokenizer, plain, requests, caching=False)
+    assert beside == alone, "logprobs too: a prompt is computed by one method"
+
+
 def test_ngram_speculation_changes_nothing(
     runner: ModelRunner, tokenizer: Tokenizer, requests: Requests, expected: dict[str, Answer]
 ) -> None:

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.request import Request, SamplingParams
-from speculative.drafting_worker import INDEXED_A_STEP
+import pytest
+
+from engine.request import Request, SamplingParams, SpeculationParams
+from speculative.adaptive import PayoffController
+from speculative.drafter import Drafter
+from speculative.drafting_worker import INDEXED_A_STEP, DraftingWorker
+from speculative.options import SpeculativeOptions
+from speculative.proposal import MakeSamplingRow, Proposal
 from tests.lossless import load_runner, ngram
 from tests.tiny_model import save_tiny_model
 
 
 def repeating(name: str, length: int) -> Request:
     return Request(name, [5, 6, 7] * (length // 3), SamplingParams(), sink=lambda event: None)
+
+
+class Busy(Drafter):
+    """Has room for nothing, and knows no prefix."""
+
+    name = "standalone"
+
+    def room(self, request: Request) -> int:
+        return 0
+
+    def usable_prefix(self, request: Request, slots: Sequence[int]) -> int:
+        return 0
+
+    def committed(self, request: Request, num_tokens: int) -> None: ...
+
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        raise AssertionError("there is no room")
+
+    def forget(self, request: Request) -> None: ...
+
+
+def test_a_prefix_is_not_computed_again_for_a_drafter_that_has_no_room(tmp_path: Path) -> None:
+    runner = load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64)
+    options = SpeculativeOptions(algorithm="auto", num_draft_tokens=8)
+    worker = DraftingWorker(runner, frozenset(), options, PayoffController(), Busy(runner, 8, 257))
+    assert worker.usable_prefix(repeating("a", 30), range(20)) == 20
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 7), (4, 3), (1024, 7)])
+def test_a_request_may_ask_for_shorter_drafts_than_the_server_makes(
+    tmp_path: Path, asked: int | None, most: int
+) -> None:
+    runner = load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64)
+    options = SpeculativeOptions(algorithm="ngram", num_draft_tokens=8)
+    worker = DraftingWorker(runner, frozenset(), options, PayoffController())
+    request = repeating("a", 30)
+    request.speculation = SpeculationParams(num_draft_tokens=asked)
+    assert worker.max_draft_tokens(request) == most
 
 
 def test_long_prompts_are_indexed_over_several_steps_and_hold_nobody_up(tmp_path: Path) -> None:

@@ -40,6 +40,17 @@ def test_rows_past_the_first_disagreement_are_not_sampled() -> None:
     assert rows == [0, 1]
 
 
+def test_a_row_that_cannot_be_sampled_ends_the_block_before_it() -> None:
+    def sample(row: int) -> int:
+        if row >= 2:
+            raise ValueError("logits are no numbers")
+        return 9
+
+    assert verify([9, 9, 9], sample, int) == [9, 9]
+    with pytest.raises(ValueError, match="no numbers"):
+        verify([9], lambda row: sample(row + 2), int)
+
+
 def test_what_is_sampled_may_carry_more_than_the_token() -> None:
     sampled = [(5, "a"), (9, "b"), (6, "c")]
     assert verify([5, 6], sampled.__getitem__, lambda item: item[0]) == [(5, "a"), (9, "b")]
