@@ -65,6 +65,17 @@ def total(scheduler: Scheduler) -> int:
     )
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_takes_smaller_chunks_beside_others() -> None:
+    scheduler = build(chunk=24)
+    alone = request("alone", list(range(1, 21)), prompt_logprobs=0)
+    scheduler.add(alone)
+    assert [step.num_tokens for step in run_one(scheduler)] == [20]
+    scheduler.add(request("beside", list(range(30, 38)), prompt_logprobs=0))
+    assert [step.num_tokens for step in run_one(scheduler)] == [1, 3]
+    assert [step.num_tokens for step in run_one(scheduler)] == [1, 3]
+    assert [step.num_tokens for step in run_one(scheduler)] == [1, 2]
+
+
 def test_a_long_prompt_is_computed_in_chunks_beside_decoding_requests() -> None:
     scheduler = build(chunk=8)
     short, long = request("short", [1, 2, 3]), request("long", list(range(10, 30)))
@@ -188,7 +199,7 @@ def test_a_copy_does_not_wait_for_one_that_was_aborted() -> None:
 
 
 def test_a_request_that_wants_prompt_logprobs_does_not_skip_its_prompt() -> None:
-    scheduler = build()
+    scheduler = build(chunk=32)
     scheduler.add(request("first", [1, 2, 3, 4]))
     run_one(scheduler)
     second = request("second", [1, 2, 3, 4], prompt_logprobs=1)
