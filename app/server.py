@@ -74,9 +74,13 @@ class Server(uvicorn.Server):
         deadline = time.monotonic() + self._drain_timeout
         if not await self._lifecycle.drain(self._drain_timeout):
             return self._force()
-        # Answers that are still being sent have what is left of the time.
-        self.config.timeout_graceful_shutdown = max(_GRACE, int(deadline - time.monotonic()))
+        # Answers that are still being sent have what is left of the time, and so have requests still being read.
+        left = max(0.0, deadline - time.monotonic())
+        self.config.timeout_graceful_shutdown = int(left) + _GRACE
         self.should_exit = True
+        await asyncio.sleep(left)
+        if self._lifecycle.num_unfinished:
+            self._force()
 
     def _force(self) -> None:
         if self._forced:

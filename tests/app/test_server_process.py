@@ -178,6 +178,23 @@ def test_what_does_not_finish_within_the_drain_timeout_is_aborted(model: Path) -
         assert server.exit_code() == 1
 
 
+def test_a_request_that_is_still_being_read_has_no_longer_than_the_others(model: Path) -> None:
+    with serving(*FLAGS, "--model", str(model), "--drain-timeout", "1") as server:
+        server.wait_until(200)
+
+        def body() -> Iterator[bytes]:
+            yield b'{"prompt": "abc", "stream": true, "ignore_eos": true, '
+            time.sleep(0.5)  # for the server to begin with it
+            server.popen.send_signal(signal.SIGTERM)
+            server.wait_until(503)
+            yield b'"max_tokens": 30000}'
+
+        headers = {"Content-Type": "application/json"}
+        with server.client.stream("POST", "/v1/completions", content=body(), headers=headers) as response:
+            assert "shutting down" in [line for line in response.iter_lines() if line][-1]
+        assert server.exit_code() == 1
+
+
 def test_a_template_that_never_ends_cannot_hold_the_process(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "endless.jinja"
     template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
