@@ -130,6 +130,7 @@ class ApplicationContainer(containers.DeclarativeContainer):
         usable_prefix=worker.provided.usable_prefix,
         before_release=worker.provided.before_release,
         resume=target.runner.provided.resume_state,
+        recomputes_exactly=target.runner.provided.recomputes_exactly,
     )
     max_context_len = target.runner.provided.max_context_len
 

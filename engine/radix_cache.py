@@ -169,6 +169,14 @@ class RadixCache:
                 self._queue(current)
             current = current.parent
 
+    def held_by_others(self, node: Node) -> int:
+        """How many of the tokens up to `node`, which its caller has locked, somebody else has locked, too."""
+        count = 0
+        while node.parent is not None:
+            count += len(node.slots) if node.locks > 1 else 0
+            node = node.parent
+        return count
+
     def evict(self, num_slots: int) -> int:
         """Free at least `num_slots` slots, or all that are evictable; returns how many, rounded up to whole pages.
 

@@ -332,6 +332,11 @@ class ModelRunner:
             return None
         return self._graph.choose(batch, chances)
 
+    def recomputes_exactly(self) -> bool:
+        """Whether a token's cache entry has the same bits whenever it is computed. A latent one goes by the method of
+        the pass, which is another for decoded tokens than for a prompt's."""
+        return not self.kv_layout.is_latent
+
     def commit_state(self, kept: Mapping[int, int]) -> None:
         """Commit recurrent state after a verify: `kept[table_row]` of the rows of that sequence's block stand."""
         assert self.attn_backend is not None

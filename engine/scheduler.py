@@ -29,6 +29,10 @@ _WORTH_WAITING = 32
 _LOGPROBS_COST = 8
 
 
+def _always() -> bool:
+    return True
+
+
 def _all(request: Request, slots: Sequence[int]) -> int:
     return len(slots)
 
@@ -52,10 +56,13 @@ class Scheduler:
         usable_prefix: Callable[[Request, Sequence[int]], int] = _all,
         before_release: Callable[[Request], None] = _nothing,
         resume: Callable[[int, Checkpoint], None] = _nothing,
+        recomputes_exactly: Callable[[], bool] = _always,
     ) -> None:
         """`usable_prefix(request, slots)` says how much of a cached prefix serves `request`; the rest is computed
         again, into the same slots. `before_release` is told before a request gives its slots back, for good or
-        until it is admitted again. `resume(table_row, checkpoint)` puts a request's recurrent state there."""
+        until it is admitted again. `resume(table_row, checkpoint)` puts a request's recurrent state there.
+        `recomputes_exactly()` tells whether what is computed again has the same bits: if not, it leaves alone what
+        running requests read."""
         self._options = options
         self.allocator = allocator
         self.cache = cache
@@ -63,6 +70,7 @@ class Scheduler:
         self._usable_prefix = usable_prefix
         self._before_release = before_release
         self._resume = resume
+        self._recomputes_exactly = recomputes_exactly
         self._arrivals = count()
         self._waiting: list[tuple[int, Request]] = []  # heap by arrival
         self._running: dict[Request, int] = {}  # request -> arrival, in order of admission
@@ -199,11 +207,11 @@ class Scheduler:
         common = max(self.cache.common_prefix(r.token_ids(0, r.num_tokens), own) for r in computing)
         if common < _WORTH_WAITING:
             return False
-        return common - self._usable_prefix(request, match.slots) >= _WORTH_WAITING
+        return common - self._usable(request, match) >= _WORTH_WAITING
 
     def _start(self, request: Request, match: Match) -> int:
         """How many of its tokens an admitted request need not compute."""
-        usable = self._usable_prefix(request, match.slots)
+        usable = self._usable(request, match)
         if self.cache.checkpoints is None:
             return usable
         checkpoint = self.cache.resume(match, usable)
@@ -211,6 +219,13 @@ class Scheduler:
             return 0
         self._resume(request.table_row, checkpoint)
         return checkpoint.position
+
+    def _usable(self, request: Request, match: Match) -> int:
+        """How much of `match`, which is locked, need not or must not be computed again."""
+        usable = self._usable_prefix(request, match.slots)
+        if self._recomputes_exactly():
+            return usable
+        return max(usable, self.cache.held_by_others(match.node))
 
     def _reserve_checkpoints(self, request: Request, tokens: int) -> None:
         """Rows for the state at the boundaries that `tokens` more positions reach, if there are any.

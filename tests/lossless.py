@@ -192,6 +192,7 @@ def answer(
             worker.usable_prefix,
             worker.before_release,
             runner.resume_state,
+            runner.recomputes_exactly,
         )
 
     engine = Engine(

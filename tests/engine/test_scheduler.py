@@ -173,6 +173,20 @@ def test_copies_wait_also_where_what_is_cached_serves_none_of_them() -> None:
     assert [s.num_tokens for s in run_one(scheduler)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(("exact", "computed"), [(True, 49), (False, 1)])
+def test_what_running_requests_read_is_computed_again_only_with_the_same_bits(
+    exact: bool, computed: int
+) -> None:
+    scheduler = build(
+        slots=256, chunk=64, usable_prefix=lambda request, slots: 0, recomputes_exactly=lambda: exact
+    )
+    prompt = list(range(100, 149))
+    scheduler.add(request("running", prompt))
+    run_one(scheduler)
+    scheduler.add(request("second", prompt))
+    assert [s.num_tokens for s in scheduler.plan()] == [1, computed]
+
+
 def test_nobody_waits_for_a_page_that_will_not_be_whole() -> None:
     scheduler = build(slots=256, page=16, chunk=40)
     for name, end in (("first", 200), ("other", 300)):

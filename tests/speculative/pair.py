@@ -295,6 +295,7 @@ def serving(
         worker.usable_prefix,
         worker.before_release,
         pair.target.resume_state,
+        pair.target.recomputes_exactly,
     )
     engine = Engine(
         worker,

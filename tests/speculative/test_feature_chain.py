@@ -183,6 +183,8 @@ def test_requests_that_run_together_draft_as_each_alone(pair: ChainPair) -> None
         replies = served.ask_together(*asked, twin)
     for truth, reply in zip([*pair.truths, pair.truths[0]], replies, strict=True):
         assert reply.token_ids == truth[:LENGTH]
+    if not pair.target.recomputes_exactly():  # not even for the drafter, what another request reads
+        replies = [replies[0], replies[3]]
     hold_to_reference(pair, *replies)
 
 
