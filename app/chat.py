@@ -33,15 +33,16 @@ def template_messages(
             turn["role"] = "system"
         for number, call in enumerate(calls or ()):
             where = f"messages[{index}].tool_calls[{number}].function.arguments"
-            arguments = _arguments(call["function"].get("arguments"), where)
-            call["function"]["arguments"] = arguments if arguments_as_objects else json.dumps(arguments)
+            text = call["function"].get("arguments") or "{}"
+            arguments = _arguments(text, where)
+            call["function"]["arguments"] = arguments if arguments_as_objects else text
         result.append(turn)
     return result
 
 
-def _arguments(text: str | None, where: str) -> dict[str, Any]:
+def _arguments(text: str, where: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

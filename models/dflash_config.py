@@ -45,7 +45,7 @@ class DFlashConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # What other heads under the same name compute differently.
-_UNSUPPORTED = ("markov_head_type", "markov_rank", "sample_from_anchor", "shift_label", "swa_window_size")
+_UNSUPPORTED = ("markov_head_type", "markov_rank", "sample_from_anchor", "shift_label")
 
 
 def read_dflash_config(config: Mapping[str, Any], where: str) -> DFlashConfig:
@@ -62,6 +62,8 @@ def read_dflash_config(config: Mapping[str, Any], where: str) -> DFlashConfig:
         changed.append(f"projector_type {merged['projector_type']!r}")
     if merged.get("use_aux_hidden_state") is False:
         changed.append("use_aux_hidden_state false")
+    if merged.get("swa_window_size") not in (None, 0, config.get("sliding_window")):
+        changed.append("a swa_window_size other than its sliding_window")
     if changed:
         raise ModelError(f"{where}: a DFlash drafter with {', '.join(changed)} is not supported")
     if "is_causal" in merged:  # its newer name

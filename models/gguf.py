@@ -298,10 +298,10 @@ def _hf_config(header: GGUFHeader, architecture: Architecture) -> dict[str, Any]
 
 def _rope_scaling(header: GGUFHeader) -> dict[str, Any] | None:
     prefix = f"{header.architecture}.rope.scaling"
-    legacy = header.get(
+    # The second key is that of older files.
+    factor = header.get(f"{prefix}.factor", float) or header.get(
         f"{header.architecture}.rope.scale_linear", float
-    )  # of files that are older than the others
-    factor = header.get(f"{prefix}.factor", float) or legacy
+    )
     kind = header.get(f"{prefix}.type", str, "linear" if factor not in (None, 0.0, 1.0) else "none")
     if kind == "none":
         return None

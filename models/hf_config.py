@@ -312,6 +312,8 @@ class _Reader:
         theta = self.values.get("rope_theta") or 10_000.0
         # People add the older key to files that have the newer one: it is what they want changed.
         parameters, scaling = (self.values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+        if "type" in scaling:  # its older name
+            scaling = {"rope_type": scaling["type"], **scaling}
         if self.model_type != "gemma3_text":
             return self._rope({**parameters, **scaling}, theta), None
         nested = parameters if set(get_args(LayerType)) & set(parameters) else {"full_attention": parameters}

@@ -25,9 +25,8 @@ def verify(
     for row in range(len(drafts) + 1):
         try:
             sampled = sample(row)
-        except (
-            ValueError
-        ):  # of logits that are no numbers: the next step ends with it, after what came before
+        except ValueError:
+            # Logits that are no numbers: what comes before stands, and the next step ends with the error.
             if not emitted:
                 raise
             break

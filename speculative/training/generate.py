@@ -33,8 +33,8 @@ class _Message(msgspec.Struct):
 class _PromptLine(msgspec.Struct):
     """What a line of a prompt file may have; other fields do not matter."""
 
-    messages: list[_Message] = []
-    turns: list[str] = []
+    messages: list[_Message] | None = None
+    turns: list[str] | None = None
     prompt: str | None = None
 
 

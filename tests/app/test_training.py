@@ -110,7 +110,11 @@ def test_a_log_gets_a_line_now_and_then() -> None:
     ("content", "flags", "complaint"),
     [
         (b'{"prompt": "a"}\n{"text": "b"}\n', [], "data.jsonl, line 2: neither"),
-        (b'{"messages": 5}\n', [], "data.jsonl, line 1: Expected `array`, got `int` - at `$.messages`"),
+        (
+            b'{"messages": 5}\n',
+            [],
+            "data.jsonl, line 1: Expected `array | null`, got `int` - at `$.messages`",
+        ),
         (b'{"turns": ["a", 1]}\n', [], "data.jsonl, line 1: Expected `str`, got `int` - at `$.turns[1]`"),
         (b'{"messages": [{"role": "user"}]}\n', [], "line 1: Object missing required field `content`"),
         (b'{"prompt": "a"}\nhello\n', [], "data.jsonl, line 2: not JSON"),

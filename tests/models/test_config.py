@@ -120,10 +120,10 @@ def test_layers_of_a_mistral_may_be_named_one_by_one() -> None:
 def test_rope_scaling_that_was_added_to_a_newer_file_counts() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     plain = {"rope_type": "default", "rope_theta": 1e6}
-    assert (
-        config(rope_parameters=plain, rope_scaling=scaling).rope
-        == config(rope_theta=1e6, rope_scaling=scaling).rope
-    )
+    older = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    for added in (scaling, older):
+        found = config(rope_parameters=plain, rope_scaling=added)
+        assert found.rope == config(rope_theta=1e6, rope_scaling=scaling).rope
 
     nested = {"full_attention": plain, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_parameters": nested}
