@@ -118,6 +118,11 @@ class Drafter(ABC):
         """The tokens of `request` are in other slots than `old_slots` now: the tree had them already."""
         self.forget(request)
 
+    def make_ready(self, requests: Sequence[Request]) -> list[bool]:
+        """For which of `requests` a draft takes no longer than any. Some of what stands in the way for the others is
+        done now, no more than a pass of it."""
+        return [True] * len(requests)
+
     @abstractmethod
     def propose(
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow

@@ -237,6 +237,8 @@ class DraftingWorker(SpeculativeWorker):
             for request, state, limit in zip(requests, states, limits, strict=True)
         ]
         chosen, pays = self._prospects_chosen(states, rooms, rows) if any(rooms) else NOBODY
+        ready = drafter.make_ready([requests[i] for i in chosen]) if chosen else []
+        chosen = [i for i, is_ready in zip(chosen, ready, strict=True) if is_ready]
         if not chosen:
             return 0
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from speculative.chain import chain_room, draft_chains
 from speculative.drafter import Drafter
 from speculative.proposal import DraftVocabulary, MakeSamplingRow, Proposal
 
-MAX_EXTEND = 512  # tokens of a pass in which the model catches up
+MAX_EXTEND = 512  # tokens of a pass in which the model catches up: a long prompt takes several steps
 
 
 @dataclass(slots=True)
@@ -60,14 +60,22 @@ class Standalone(Drafter):
         return chain_room(request, self.num_draft_tokens, self._limit)
 
     @torch.inference_mode()
+    def make_ready(self, requests: Sequence[Request]) -> list[bool]:
+        caught_up = [len(self._new_tokens(request).slots) <= MAX_EXTEND for request in requests]
+        if not all(caught_up):
+            part = self._new_tokens(requests[caught_up.index(False)])
+            start = part.position
+            self._pass([part.cut(MAX_EXTEND)])
+            self._known[part.request] = part.position
+            self.fill(part.request.slots[start : part.position])
+        return caught_up
+
+    @torch.inference_mode()
     def propose(
         self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
     ) -> list[Proposal]:
         parts = [self._new_tokens(request) for request in requests]
         known = [part.position for part in parts]
-        for part in parts:
-            while len(part.slots) > MAX_EXTEND:
-                self._pass([part.cut(MAX_EXTEND)])
 
         def next_logits(active: Sequence[int], drafted: Sequence[Proposal]) -> torch.Tensor:
             if not drafted[0].token_ids:
