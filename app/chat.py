@@ -33,7 +33,7 @@ def template_messages(
             turn["role"] = "system"
         for number, call in enumerate(calls or ()):
             where = f"messages[{index}].tool_calls[{number}].function.arguments"
-            text = call["function"].get("arguments") or "{}"
+            text = (call["function"].get("arguments") or "").strip() or "{}"
             arguments = _arguments(text, where)
             call["function"]["arguments"] = arguments if arguments_as_objects else text
         result.append(turn)

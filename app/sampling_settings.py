@@ -30,7 +30,9 @@ class SamplingSettings:
     top_p: Annotated[
         float,
         Parameter(
-            group=_SAMPLING, validator=Number(gt=0, lte=1), help="Only the likeliest tokens that sum to this."
+            group=_SAMPLING,
+            validator=Number(gte=0, lte=1),
+            help="Only the likeliest tokens that sum to this.",
         ),
     ] = 1.0
     top_k: Annotated[int, Parameter(group=_SAMPLING, help="Only so many of the likeliest; 0 takes all.")] = 0

@@ -79,7 +79,7 @@ class Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = int(left) + _GRACE
         self.should_exit = True
         await asyncio.sleep(left)
-        if self._lifecycle.num_unfinished:
+        if self.server_state.tasks:
             self._force()
 
     def _force(self) -> None:
@@ -90,8 +90,14 @@ class Server(uvicorn.Server):
         self._lifecycle.stop()
         self.config.timeout_graceful_shutdown = _GRACE
         self.should_exit = True
-        # A step or a client that does not come back must not hold the process.
+        # What has not ended by itself then is cut off; a step or a client that does not come back must not hold the
+        # process.
+        self._loop.call_later(_GRACE / 2, self._cancel)
         self._loop.call_later(_GRACE, os._exit, FAILED)
+
+    def _cancel(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
 
 
 def serve(settings: ServerSettings, wire: Callable[[EngineSettings], ApplicationContainer] = build) -> int:

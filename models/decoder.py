@@ -108,5 +108,6 @@ class Decoder(CausalLM):
 def _ends(config: ModelConfig, source: Weights) -> tuple[Embedding, Linear]:
     shape = (config.vocab_size,), config.hidden_size
     embedding = source.matrices(["model.embed_tokens.weight"], *shape)
-    head = embedding if config.tie_word_embeddings else source.matrices(["lm_head.weight"], *shape)
+    tied = config.tie_word_embeddings and source.same("lm_head.weight", "model.embed_tokens.weight")
+    head = embedding if tied else source.matrices(["lm_head.weight"], *shape)
     return Embedding(embedding[0], source.dtype, config.embedding_scale), Linear(head)

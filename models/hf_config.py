@@ -116,6 +116,12 @@ def read_config(config: Mapping[str, Any], where: str = "config.json") -> ModelC
         raise ModelError(f"{where}: not the configuration of a language model ({error!r})") from error
 
 
+def _with_scaling(parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters` where there may also be `rope_scaling`, which counts: but for what it cannot say."""
+    kept = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    return {**kept, **scaling} if scaling else parameters
+
+
 class _Reader:
     """One config.json on its way to a ModelConfig: typed look-ups that name the key at fault."""
 
@@ -312,13 +318,11 @@ class _Reader:
         theta = self.values.get("rope_theta") or 10_000.0
         # People add the older key to files that have the newer one: it is what they want changed.
         parameters, scaling = (self.values.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-        if "type" in scaling:  # its older name
-            scaling = {"rope_type": scaling["type"], **scaling}
         if self.model_type != "gemma3_text":
-            return self._rope({**parameters, **scaling}, theta), None
+            return self._rope(_with_scaling(parameters, scaling), theta), None
         nested = parameters if set(get_args(LayerType)) & set(parameters) else {"full_attention": parameters}
         return (
-            self._rope({**(nested.get("full_attention") or {}), **scaling}, theta),
+            self._rope(_with_scaling(nested.get("full_attention") or {}, scaling), theta),
             self._rope(nested.get("sliding_attention") or {}, self.values["rope_local_base_freq"]),
         )
 

@@ -98,6 +98,12 @@ class Weights:
         """Whether the checkpoint has the tensor `name`."""
         return self._own_names.get(name, name) in self._source.names()
 
+    def same(self, name: str, other: str) -> bool:
+        """Whether `name` is no other tensor than `other`: it has the same values, or the checkpoint lacks it."""
+        if not self.has(name):
+            return True
+        return torch.equal(self._source.tensor(self._read(name)), self._source.tensor(self._read(other)))
+
     def slices(self, name: str, count: int, rows: int, columns: int) -> Iterator[tuple[PackedWeight]]:
         """The matrices [rows, columns] that the tensor `name` [count, rows, columns] is made of, one by one."""
         tensor = self._source.tensor(self._read(name))

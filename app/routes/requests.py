@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -49,10 +50,13 @@ async def read_bytes(request: Request, limit: int) -> bytes:
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise _too_large(limit)
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise _too_large(limit)
+    except asyncio.CancelledError as error:  # the server ends, which no client need guess
+        raise unavailable("the server is shutting down") from error
     return bytes(body)
 
 

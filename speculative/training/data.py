@@ -88,6 +88,8 @@ def _example(record: dict[str, Any], tokenizer: Tokenizer, max_length: int) -> E
     else:
         ids, answers = encode(tokenizer, record["messages"], record.get("finished", True))
     ids = ids[:max_length]
+    if strange := [token for token in ids if not 0 <= token < tokenizer.vocab_size]:
+        raise ValueError(f"token id {strange[0]} is not in the vocabulary of {tokenizer.vocab_size}")
     ends = np.zeros(len(ids), np.int32)
     for start, end in answers:
         ends[start:end] = min(end, len(ids))

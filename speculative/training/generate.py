@@ -6,6 +6,7 @@ once through one engine, so that its steps are wide.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from itertools import count, repeat
@@ -21,6 +22,8 @@ from engine.request import OutputEvent, Request, SamplingParams
 from engine.tokenizer import Tokenizer
 from speculative.training.data import DataError, records
 from speculative.training.topics import OPENINGS, TOPICS
+
+logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 
@@ -169,7 +172,8 @@ def write_out(
             submit(_request(f"training-{next(numbers)}", wanted, lambda end: done.put((name, writing, end))))
         except StopIteration as end:
             return {"id": name, **end.value}
-        except InvalidRequest:
+        except InvalidRequest as error:
+            logger.warning("%s is left out: %s", name, error)
             return False
         return True
 

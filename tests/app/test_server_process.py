@@ -195,6 +195,25 @@ def test_a_request_that_is_still_being_read_has_no_longer_than_the_others(model:
         assert server.exit_code() == 1
 
 
+def test_a_body_that_does_not_end_is_told_that_the_server_does(model: Path) -> None:
+    with serving(*FLAGS, "--model", str(model), "--drain-timeout", "0.5") as server:
+        server.wait_until(200)
+
+        def body() -> Iterator[bytes]:
+            yield b'{"prompt": '
+            time.sleep(0.5)  # for the server to begin with it
+            server.popen.send_signal(signal.SIGTERM)
+            time.sleep(2.5)
+            yield b'"abc"}'
+
+        headers = {"Content-Type": "application/json"}
+        response = server.client.post("/v1/completions", content=body(), headers=headers)
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the server is shutting down"
+        assert server.exit_code() == 1
+        assert "Traceback" not in server.log
+
+
 def test_a_template_that_never_ends_cannot_hold_the_process(model: Path, tmp_path: Path) -> None:
     template = tmp_path / "endless.jinja"
     template.write_text("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
@@ -205,7 +224,7 @@ def test_a_template_that_never_ends_cannot_hold_the_process(model: Path, tmp_pat
             body = {"messages": [{"role": "user", "content": "hi"}]}
             server.client.post("/v1/chat/completions", json=body, timeout=1)
         server.popen.send_signal(signal.SIGTERM)
-        assert server.exit_code() == 0
+        assert server.exit_code() == 1
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -125,6 +125,10 @@ def test_rope_scaling_that_was_added_to_a_newer_file_counts() -> None:
         found = config(rope_parameters=plain, rope_scaling=added)
         assert found.rope == config(rope_theta=1e6, rope_scaling=scaling).rope
 
+    stretched = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "attention_factor": 2.0}
+    found = config(rope_parameters=stretched, rope_scaling=scaling)
+    assert found.rope == config(rope_theta=1e6, rope_scaling=scaling).rope, "but for theta"
+
     nested = {"full_attention": plain, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "rope_parameters": nested}
     found = config(**gemma, rope_scaling={"rope_type": "linear", "factor": 8.0})

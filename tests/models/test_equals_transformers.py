@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.base import CausalLM
 from models.loader import inspect_model, load_model
@@ -16,6 +18,7 @@ from tests.models.checkpoints import CHECKPOINTS, VOCAB_SIZE, make_checkpoint
 from tests.models.harness import Sequences
 
 CPU = torch.device("cpu")
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Pair = tuple[PreTrainedModel, CausalLM]
 
 
@@ -33,6 +36,22 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
         return made[name]
 
     return get
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another matrix", "the embedding"])
+def test_a_head_that_the_file_has_beside_a_tied_embedding_counts_if_it_is_another(
+    tmp_path: Path, other: bool
+) -> None:
+    make_checkpoint("llama-tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[HEAD] = tensors[EMBEDDING].flip(0).contiguous() if other else tensors[EMBEDDING].clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load_model(inspect_model(ModelOptions(model=str(tmp_path))), CPU, Precision(torch.float32))
+    ids = prompt(12)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(Sequences(model).extend({0: ids})[0], expected, atol=1e-4, rtol=0)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
