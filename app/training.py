@@ -166,8 +166,10 @@ def learn(
 
     def describe(progress: TrainingProgress) -> str:
         speed = (progress.anchors - before) / max(progress.seconds - began, 1e-9)
-        length = progress.accept_lengths[-1][1]
-        return f"step {progress.step}, loss {progress.loss:.3f}, accept length {length:.2f}, {speed:.0f} blocks/s"
+        lengths = f"{progress.accept_lengths[-1][1]:.2f} ({progress.learned:.2f} where it has learned)"
+        return (
+            f"step {progress.step}, loss {progress.loss:.3f}, accept length {lengths}, {speed:.0f} blocks/s"
+        )
 
     def keep(progress: TrainingProgress) -> None:
         if progress.is_best:

@@ -39,6 +39,7 @@ what the target writes: it drafts, the target verifies.
 | | |
 |---|---|
 | accept length, held-out text, greedy | **{length:.2f}** tokens a verify step, the bonus token included |
+| the same, text that it was trained on | {progress.learned:.2f} |
 | block size | {shape.block_size} |
 | layers | {shape.num_layers}, {parameters / 1e6:.1f} M parameters in {options.weights} |
 | target layers seen | {", ".join(map(str, shape.target_layer_ids))} (outputs, counted from 0) |

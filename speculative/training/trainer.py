@@ -28,6 +28,7 @@ from speculative.training.start import dense, empty_drafter, initial_drafter, sp
 from speculative.training.states import TargetStates
 
 _EVALUATED = 48  # examples, of all files alike
+_LEARNED = 16  # likewise, of those that are trained on
 _WHOLE_EVERY = 4  # steps, one of which takes whole blocks
 _BETAS = (0.9, 0.95)
 _WEIGHT_DECAY = 0.01
@@ -39,7 +40,8 @@ _ROWS_PREDICTED = 1024  # at a time
 
 
 class Progress(msgspec.Struct):
-    """Where a run is. `losses` and `accept_lengths` are pairs of minutes and value; `best` is the highest length."""
+    """Where a run is. `losses` and `accept_lengths` are pairs of minutes and value; `best` is the highest length,
+    `learned` the last one of texts that the drafter is trained on."""
 
     step: int = 0
     epoch: int = 0
@@ -48,6 +50,7 @@ class Progress(msgspec.Struct):
     seconds: float = 0.0
     loss: float = 0.0
     best: float = 0.0
+    learned: float = 0.0
     losses: list[tuple[float, float]] = msgspec.field(default_factory=list)
     accept_lengths: list[tuple[float, float]] = msgspec.field(default_factory=list)
 
@@ -81,6 +84,7 @@ class Trainer:
                 f"{len(examples)} examples are too few: one in 50 is held out, and there are none to "
                 f"{'train' if self._evaluated else 'evaluate'} on. Raise --tokens, or name more --data"
             )
+        self._learned = spread(training, _LEARNED)
         group = max(1, options.anchors_per_step // options.anchors_per_example)
         self._sampler = Sampler(examples, training, group, options.seed)
         self._features_width = len(shape.target_layer_ids) * shape.hidden_size
@@ -197,7 +201,10 @@ class Trainer:
 
     def _evaluate(self, on_evaluation: Callable[[Progress], None]) -> None:
         progress = self.progress
-        length = accept_length(self._examples, self._evaluated, self.shape.block_size, self.predict)
+        length, progress.learned = (
+            accept_length(self._examples, members, self.shape.block_size, self.predict)
+            for members in (self._evaluated, self._learned)
+        )
         progress.accept_lengths.append((progress.seconds / 60, length))
         progress.best = max(progress.best, length)
         on_evaluation(progress)

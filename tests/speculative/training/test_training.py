@@ -201,6 +201,8 @@ def test_the_card_and_the_plots(trainer: Callable[..., Trainer], tmp_path: Path)
     )
     card = (tmp_path / "README.md").read_text()
     assert f"**{run.progress.accept_lengths[-1][1]:.2f}**" in card
+    assert run.progress.learned >= 1.0
+    assert f"trained on | {run.progress.learned:.2f} |" in card
     assert "tandem train-drafter x" in card
     write_plots(tmp_path, run.progress)
     for name in ("loss.png", "accept_length.png"):
