@@ -52,13 +52,16 @@ def train_drafter(settings: EngineSettings, training: TrainingSettings, out: Pat
             # What cannot be trained is known before any text is written.
             shape_for(decoder(container.target.runner().model), options, options.mask_token_id or 0)
             # Another target's answers stay where they are and are not trained on.
-            answers = run / f"answers-{target_digest(container.model_files())[:12]}.jsonl"
+            digest = target_digest(container.model_files())
+            answers = run / f"answers-{digest[:12]}.jsonl"
             write(container, training, written, answers, settings.max_running_requests, console)
             limit = min(options.max_length, container.max_context_len())
             files = [*kept, *([answers] if written else [])]
             examples = list(read_examples(files, container.tokenizer(), limit))
             if training.minutes or training.steps:
-                learn(container, training, examples, out, command_line(settings, training, out), console)
+                learn(
+                    container, training, examples, out, digest, command_line(settings, training, out), console
+                )
         except (ModelError, DataError, ChatTemplateError) as error:
             raise SettingsError(str(error)) from error
     return 0
@@ -135,10 +138,12 @@ def learn(
     training: TrainingSettings,
     examples: Sequence[Example],
     out: Path,
+    digest: str,
     command: str,
     console: Console,
 ) -> None:
-    """Train; the best drafter so far is in `out` at any time. Raises SettingsError for too few `examples`."""
+    """Train; the best drafter so far is in `out` at any time. `digest` is the target's. Raises SettingsError for too
+    few `examples`."""
     runner, options = container.target.runner(), training.options()
     files, tokenizer = container.model_files(), container.tokenizer()
     target = decoder(runner.model)
@@ -146,7 +151,6 @@ def learn(
     if mask is None:
         mask = unused_token(tokenizer.special_token_ids, examples, target.config.vocab_size)
     shape = shape_for(target, options, mask)
-    digest = target_digest(files)
     states = TargetStates(
         runner, state_layer_ids(shape), examples, out / RUN / f"states-{digest[:12]}", options.cache_bytes
     )

@@ -84,7 +84,7 @@ class PlainWorker:
             return True
         return (
             request.sampling.logprobs is None
-            and not self.runner.wants_prompt_logits(request)
+            and not request.wants_prompt_logprobs
             and takes_the_best(request)
         )
 
@@ -114,7 +114,7 @@ class PlainWorker:
     def _output(self, step: SequenceStep, rows: Rows) -> StepOutput:
         request = step.request
         prompt_logprobs: tuple[TokenLogprob, ...] = ()
-        if self.runner.wants_prompt_logits(request):
+        if request.wants_prompt_logprobs:
             assert isinstance(rows, torch.Tensor)
             prompt_logprobs = self._prompt_logprobs(step, rows)
         if not step.samples or request.sampling.max_tokens == 0:

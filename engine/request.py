@@ -139,6 +139,11 @@ class Request:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether every row of the prompt needs logits. Recomputed after preemption, it has been answered."""
+        return self.sampling.prompt_logprobs is not None and not self.output_ids
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 

@@ -301,14 +301,9 @@ class ModelRunner:
             state_checkpoints=tuple(step.request.checkpoints for step in steps),
         )
 
-    @staticmethod
-    def wants_prompt_logits(request: Request) -> bool:
-        """Whether every row of the prompt needs logits. Recomputed after preemption, it has been answered."""
-        return request.sampling.prompt_logprobs is not None and not request.output_ids
-
     def num_logits_rows(self, step: SequenceStep) -> int:
         """How many rows of logits `forward` returns for `step`: the last ones of its part of the batch."""
-        if self.wants_prompt_logits(step.request):
+        if step.request.wants_prompt_logprobs:
             return step.num_tokens + len(step.drafts)
         return 1 + len(step.drafts) if step.samples else 0
 

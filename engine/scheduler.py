@@ -126,7 +126,8 @@ class Scheduler:
             if request not in self._running:  # preempted for an earlier one in this very loop
                 continue
             decoding = request.pending == 1
-            cost = _LOGPROBS_COST if self._delays_others(request) else 1
+            # They are worked out while the others wait for their next token.
+            cost = _LOGPROBS_COST if request.wants_prompt_logprobs and len(self._running) > 1 else 1
             tokens = 1 if decoding else min(request.pending, -(-budget // cost))
             if request.pending - tokens == 1 and tokens > 1:
                 tokens -= 1  # a last chunk of one token would look like a decode row
@@ -137,11 +138,6 @@ class Scheduler:
             self._reserve_checkpoints(request, tokens)
             steps.append(SequenceStep(request, tokens, samples=tokens == request.pending))
         return [step for step in steps if step.request in self._running]
-
-    def _delays_others(self, request: Request) -> bool:
-        """Whether log-probabilities of its prompt are worked out while others wait for their next token."""
-        asked = request.sampling.prompt_logprobs is not None and not request.output_ids
-        return asked and len(self._running) > 1
 
     def reserve_drafts(self, request: Request, drafts: int) -> int:
         """Slots for `drafts` more rows of a planned decode step; returns for how many there was room.

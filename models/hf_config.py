@@ -129,7 +129,7 @@ class _Reader:
         self.where = where
         if not isinstance(config, Mapping):
             raise ModelError(f"{where}: not a JSON object")
-        outer = self._outer = config
+        outer = config
         text = config.get("text_config")
         nested = _TEXT_MODELS.get(str(config.get("model_type")))
         if nested is not None and isinstance(text, Mapping):
@@ -137,10 +137,10 @@ class _Reader:
             if "tie_word_embeddings" in outer:  # the head is the whole model's
                 config["tie_word_embeddings"] = outer["tie_word_embeddings"]
         self.model_type = self._model_type(outer, config)
-        # Token ids and dtype stand beside text_config in a nested file.
+        # Token ids, dtype and quantisation stand beside text_config in a nested file.
         shared = {
             key: outer[key]
-            for key in ("eos_token_id", "bos_token_id", "torch_dtype", "dtype")
+            for key in ("eos_token_id", "bos_token_id", "torch_dtype", "dtype", "quantization_config")
             if key in outer
         }
         self.values: dict[str, Any] = {**_DEFAULTS.get(self.model_type, {}), **shared, **config}
@@ -157,7 +157,7 @@ class _Reader:
             )
 
     def read(self) -> ModelConfig:
-        if self._outer.get("quantization_config") or self.values.get("quantization_config"):
+        if self.values.get("quantization_config"):
             raise self._error(
                 "checkpoints with a quantization_config are not supported; use safetensors in float or GGUF"
             )

@@ -61,7 +61,7 @@ class Standalone(Drafter):
 
     @torch.inference_mode()
     def make_ready(self, requests: Sequence[Request]) -> list[bool]:
-        caught_up = [len(self._new_tokens(request).slots) <= MAX_EXTEND for request in requests]
+        caught_up = [request.cached_len - self._num_read(request) < MAX_EXTEND for request in requests]
         if not all(caught_up):
             part = self._new_tokens(requests[caught_up.index(False)])
             start = part.position
@@ -96,15 +96,18 @@ class Standalone(Drafter):
     def forget(self, request: Request) -> None:
         self._known.pop(request, None)
 
+    def _num_read(self, request: Request) -> int:
+        """How many tokens of the request the model need not read again."""
+        known = self._known.get(request)
+        return self.num_filled(request.slots[: request.cached_len]) if known is None else known
+
     def _new_tokens(self, request: Request) -> _Part:
         """The tokens that the model has not seen, up to the last one, whose place in the table's row is a scratch
         slot, as are those of the drafts to come."""
         table = self.runner.slot_table
         assert table is not None
-        known, end = self._known.get(request, -1), request.cached_len
-        start = known
-        if known < 0:
-            known, start = self.num_filled(request.slots[:end]), 0
+        known, end = self._num_read(request), request.cached_len
+        start = self._known.get(request, 0)
         room = table.tensor.shape[1] - start
         table.write(request.table_row, start, [*request.slots[start:end], *self.scratch(request)][:room])
         ids = request.token_ids(known, request.num_tokens)

@@ -26,6 +26,7 @@ from engine.worker import SequenceStep, StepOutput
 from tests.tiny_model import save_tiny_model
 
 COMMAND = [sys.executable, "-m", "app.cli", "serve"]
+JSON = {"Content-Type": "application/json"}
 FLAGS = [
     "--port",
     "0",
@@ -79,6 +80,15 @@ class Process:
         code = self.popen.wait(DEADLINE)
         self.log += self._stderr().read()
         return code
+
+    def body_around_sigterm(self, first: bytes, rest: bytes, seconds: float = 0.0) -> Iterator[bytes]:
+        """The body of a request that the server is reading when it drains, for `seconds` longer."""
+        yield first
+        time.sleep(0.5)  # for the server to begin with it
+        self.popen.send_signal(signal.SIGTERM)
+        self.wait_until(503)
+        time.sleep(seconds)
+        yield rest
 
     @contextmanager
     def stream(self, max_tokens: int) -> Iterator[Iterator[str]]:
@@ -182,15 +192,10 @@ def test_a_request_that_is_still_being_read_has_no_longer_than_the_others(model:
     with serving(*FLAGS, "--model", str(model), "--drain-timeout", "1") as server:
         server.wait_until(200)
 
-        def body() -> Iterator[bytes]:
-            yield b'{"prompt": "abc", "stream": true, "ignore_eos": true, '
-            time.sleep(0.5)  # for the server to begin with it
-            server.popen.send_signal(signal.SIGTERM)
-            server.wait_until(503)
-            yield b'"max_tokens": 30000}'
-
-        headers = {"Content-Type": "application/json"}
-        with server.client.stream("POST", "/v1/completions", content=body(), headers=headers) as response:
+        body = server.body_around_sigterm(
+            b'{"prompt": "abc", "stream": true, "ignore_eos": true, ', b'"max_tokens": 30000}'
+        )
+        with server.client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
             assert "shutting down" in [line for line in response.iter_lines() if line][-1]
         assert server.exit_code() == 1
 
@@ -199,15 +204,8 @@ def test_a_body_that_does_not_end_is_told_that_the_server_does(model: Path) -> N
     with serving(*FLAGS, "--model", str(model), "--drain-timeout", "0.5") as server:
         server.wait_until(200)
 
-        def body() -> Iterator[bytes]:
-            yield b'{"prompt": '
-            time.sleep(0.5)  # for the server to begin with it
-            server.popen.send_signal(signal.SIGTERM)
-            time.sleep(2.5)
-            yield b'"abc"}'
-
-        headers = {"Content-Type": "application/json"}
-        response = server.client.post("/v1/completions", content=body(), headers=headers)
+        body = server.body_around_sigterm(b'{"prompt": ', b'"abc"}', seconds=2.5)
+        response = server.client.post("/v1/completions", content=body, headers=JSON)
         assert response.status_code == 503
         assert response.json()["error"]["message"] == "the server is shutting down"
         assert server.exit_code() == 1
