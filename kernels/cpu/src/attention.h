@@ -136,7 +136,7 @@ template <KvDtype kDtype>
 static void attend_block(const AttentionItem& item, int base, int begin, int end, float* maxima, float* rows,
                          float* scratch) {
     const int count = end - begin;
-    float* scores = scratch;  // [32][32]
+    float* scores = scratch;  // [queries][32]
     float* rest = scores + kQueryBlock * kKvBlock;
     rows += (size_t)begin * attention_row(item.head_dim);
     const int positions = item.context - base < kKvBlock ? item.context - base : kKvBlock;

@@ -21,14 +21,16 @@ constexpr float kLog2E = 1.44269504088896341f;
 static inline int padded_dim(int head_dim) { return (head_dim + kTileDims - 1) / kTileDims * kTileDims; }
 
 // Parts of an item's scratch memory. `pairs` are two bfloat16 in a dword: of neighbouring dimensions or positions.
+// What one stage of a split leaves to the next is there twice, see attend_split.
 struct TileMemory {
     uint32_t* queries;        // pairs of dimensions [padded dim / 2][lanes], for each 16 of the item
-    uint16_t* rows;           // queries or keys that are copied [16][padded dim]
-    float* scores;            // [128][lanes], then probabilities
+    uint16_t* rows;           // queries [16][padded dim]
+    uint16_t* keys;           // those that are copied [128][padded dim]
+    float* scores[2];         // [128][lanes], then probabilities
     uint32_t* probabilities;  // pairs of positions [64][lanes]
-    uint32_t* weights;        // the same by query, [128 / 32][16][16]
+    uint32_t* weights[2];     // the same by query, [128 / 32][16][16]
     uint32_t* values;         // pairs of positions [128 / 32][padded dim / 16][16][16]
-    float* sums;              // weighted values [16][padded dim]
+    float* sums[2];           // weighted values [16][padded dim]
 };
 
 // Dwords of 16 queries, and of what their last line has beyond the lanes.
@@ -37,26 +39,29 @@ static inline int query_words(int head_dim) { return padded_dim(head_dim) / 2 * 
 static inline TileMemory tile_memory(float* scratch, int head_dim) {
     const int padded = padded_dim(head_dim);
     TileMemory memory;
-    memory.scores = scratch;
-    memory.probabilities = (uint32_t*)(memory.scores + kKvSplit * kTileRows);
-    memory.weights = memory.probabilities + kKvSplit / 2 * kTileRows;
-    memory.queries = memory.weights + kKvSplit / 2 * kTileRows;
-    memory.rows = (uint16_t*)(memory.queries + kQueryBlock / kTileRows * query_words(head_dim));
-    memory.values = (uint32_t*)(memory.rows + kTileRows * padded);
-    memory.sums = (float*)(memory.values + kKvSplit / 2 * padded);
+    auto take = [&](int words) { return scratch += words, scratch - words; };
+    for (float*& scores : memory.scores) scores = take(kKvSplit * kTileRows);
+    memory.probabilities = (uint32_t*)take(kKvSplit / 2 * kTileRows);
+    for (uint32_t*& weights : memory.weights) weights = (uint32_t*)take(kKvSplit / 2 * kTileRows);
+    memory.queries = (uint32_t*)take(kQueryBlock / kTileRows * query_words(head_dim));
+    memory.rows = (uint16_t*)take(kTileRows / 2 * padded);
+    memory.keys = (uint16_t*)take(kKvSplit / 2 * padded);
+    memory.values = (uint32_t*)take(kKvSplit / 2 * padded);
+    for (float*& sums : memory.sums) sums = take(kTileRows * padded);
     return memory;
 }
 
-// Tile registers: sums of weighted values, then a tile of keys or values, of weights, of scores and of queries.
+// Tile registers: sums of weighted values, then a tile of keys or values, of weights, of scores and of queries. With 16
+// lanes all are alike, and the first four are of scores, too.
 enum { kOut, kCache = kOutTiles, kWeightRows, kScores, kQueries };
 
-static void configure_attention(int queries, int lanes) {
-    if (!becomes_current(64 * queries + lanes)) return;
+static void configure_attention(int lanes) {
+    if (!becomes_current(lanes)) return;
     alignas(64) TileConfig config = {};
     config.palette = 1;
     for (int t = 0; t < 8; t++) config.rows[t] = kTileRows, config.row_bytes[t] = 64;
-    for (int t = 0; t < kOutTiles; t++) config.rows[kOut + t] = (uint8_t)queries;
-    config.rows[kWeightRows] = (uint8_t)queries;
+    for (int t = 0; t < kOutTiles; t++) config.rows[kOut + t] = (uint8_t)lanes;
+    config.rows[kWeightRows] = (uint8_t)lanes;
     config.row_bytes[kScores] = config.row_bytes[kQueries] = (uint16_t)(4 * lanes);
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
@@ -127,46 +132,69 @@ static inline i32 load_words(const char* entry, int d, int head_dim) {
     return (i32)_mm512_cvtne2ps_pbh(second, first);
 }
 
-// The keys of 16 positions as rows: bfloat16 where they lie, others and those that are not evenly apart copied, as are
-// rows that are no whole tiles.
+// Where the keys of a split lie as rows, for each 16 positions, and how far apart.
+struct SplitKeys {
+    const char* rows[kKvSplit / kTileRows];
+    size_t stride[kKvSplit / kTileRows];
+};
+
+// Keys of bfloat16 are used where they lie; others and those that are not evenly apart are copied, as are rows that are
+// no whole tiles.
 template <KvDtype kDtype>
-static inline const char* key_rows(const AttentionItem& item, int base, uint16_t* copies, size_t& stride) {
-    const int32_t* slots = item.slots + base;
-    const int there = item.context - base < kTileRows ? item.context - base : kTileRows;
-    if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kTileDims == 0) {
-        const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
-        if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
-            stride = item.slot_stride;
-            return item.key + (size_t)slots[0] * item.slot_stride;
-        }
-    }
+static void find_keys(const AttentionItem& item, int base, int positions, uint16_t* copies, SplitKeys& keys) {
     const int padded = padded_dim(item.head_dim);
-    for (int p = 0; p < kTileRows; p++) {
-        const char* row = item.key + (size_t)slots[p < there ? p : there - 1] * item.slot_stride;
-        for (int d = 0; d < padded; d += kTileDims)
-            store_i(copies + (size_t)p * padded + d, load_words<kDtype>(row, d, item.head_dim));
+    const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int tile = 0; tile < positions / kTileRows; tile++, copies += kTileRows * padded) {
+        const int first = base + tile * kTileRows;
+        const int32_t* slots = item.slots + first;
+        const int there = item.context - first < kTileRows ? item.context - first : kTileRows;
+        if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kTileDims == 0) {
+            const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
+            if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
+                keys.rows[tile] = item.key + (size_t)slots[0] * item.slot_stride;
+                keys.stride[tile] = item.slot_stride;
+                continue;
+            }
+        }
+        for (int p = 0; p < kTileRows; p++) {
+            const int slot = item.slots[first + p < item.context ? first + p : item.context - 1];
+            const char* row = item.key + (size_t)slot * item.slot_stride;
+            for (int d = 0; d < padded; d += kTileDims)
+                store_i(copies + (size_t)p * padded + d, load_words<kDtype>(row, d, item.head_dim));
+        }
+        keys.rows[tile] = (const char*)copies, keys.stride[tile] = padded * sizeof(uint16_t);
     }
-    stride = padded * sizeof(uint16_t);
-    return (const char*)copies;
 }
 
-// scores [positions][lanes] of positions from `base`, not scaled.
-template <KvDtype kDtype>
-static void score_keys(const AttentionItem& item, int base, int positions, int begin, int lanes, const TileMemory& memory) {
-    const uint32_t* queries = memory.queries + begin / kTileRows * query_words(item.head_dim);
-    const size_t lane_bytes = (size_t)lanes * 4;
-    for (int p = 0; p < positions; p += kTileRows) {
-        size_t stride;
-        const char* keys = key_rows<kDtype>(item, base + p, memory.rows, stride);
-        tile_zero<kScores>();
-        for (int d = 0; d < item.head_dim; d += kTileDims) {
-            tile_load<kCache>(keys + 2 * d, stride);
-            tile_load<kQueries>(queries + (size_t)d / 2 * lanes, lane_bytes);
-            tile_multiply<kScores, kCache, kQueries>();
-        }
-        tile_store<kScores>(memory.scores + (size_t)p * lanes, lane_bytes);
+// Scores of 16 positions for each of up to four tiles of keys, `kLanes` queries wide.
+template <int kLanes, int kTiles>
+static inline void score_tiles(const char* const* keys, const size_t* strides, const uint32_t* queries, int head_dim,
+                               float* scores) {
+    constexpr int first = kLanes == 16 ? kOut : kScores;
+    unrolled<0, kTiles>([&]<int t>() { tile_zero<first + t>(); });
+    for (int d = 0; d < head_dim; d += kTileDims) {
+        tile_load<kQueries>(queries + (size_t)d / 2 * kLanes, 4 * kLanes);
+        unrolled<0, kTiles>([&]<int t>() {
+            tile_load<kCache>(keys[t] + 2 * d, strides[t]);
+            tile_multiply<first + t, kCache, kQueries>();
+        });
     }
+    unrolled<0, kTiles>([&]<int t>() { tile_store<first + t>(scores + t * kTileRows * kLanes, 4 * kLanes); });
+}
+
+// scores [positions][lanes] of queries from `begin`, not scaled. There is a whole number of blocks of positions.
+template <int kLanes>
+static void score_keys(const SplitKeys& keys, int positions, int begin, int head_dim, const TileMemory& memory,
+                       float* scores) {
+    const uint32_t* queries = memory.queries + begin / kTileRows * query_words(head_dim);
+    constexpr int tiles = kLanes == 16 ? 4 : 1;
+    int tile = 0;
+    for (; tile + tiles <= positions / kTileRows; tile += tiles)
+        score_tiles<kLanes, tiles>(keys.rows + tile, keys.stride + tile, queries, head_dim,
+                                   scores + (size_t)tile * kTileRows * kLanes);
+    if (tile < positions / kTileRows)
+        score_tiles<kLanes, tiles == 4 ? 2 : 1>(keys.rows + tile, keys.stride + tile, queries, head_dim,
+                                                scores + (size_t)tile * kTileRows * kLanes);
 }
 
 // Pairs of the values of 32 positions from `base`. Those beyond the context, whose probability is zero, are zeros.
@@ -205,7 +233,7 @@ static void take_scales(const AttentionItem& item, int base, int left, SplitScal
 // values and as bfloat16 pairs, and to their sums in float32. Positions that a query does not see are zeros.
 template <KvDtype kDtype, int kLanes>
 static void soften(const AttentionItem& item, int base, int positions, int begin, int count, const SplitScales& scales,
-                   const TileMemory& memory, float* maxima, float* totals) {
+                   float* scores, uint32_t* probabilities, float* maxima, float* totals) {
     constexpr int kPositions = 16 / kLanes, kChains = 4 / kPositions > 0 ? 4 / kPositions : 1;  // of a vector; sums
     alignas(64) int32_t first[16], last[16], at[16];
     bool all_visible = true;
@@ -225,10 +253,10 @@ static void soften(const AttentionItem& item, int base, int positions, int begin
     for (int p = 0; p < positions; p += 4 * kPositions) {
         for (int v = 0; v < 4; v++) {
             const int vector = p + v * kPositions;
-            f32 s = load(memory.scores + (size_t)vector * kLanes);
+            f32 s = load(scores + (size_t)vector * kLanes);
             if constexpr (has_scales(kDtype)) {
                 s = mul(s, of_positions(scales.keys, vector));
-                store(memory.scores + (size_t)vector * kLanes, s);
+                store(scores + (size_t)vector * kLanes, s);
             }
             tops[v] = max(tops[v], all_visible ? s : _mm512_mask_blend_ps(visible(vector), lowest, s));
         }
@@ -249,14 +277,14 @@ static void soften(const AttentionItem& item, int base, int positions, int begin
         f32 some[4];
         for (int v = 0; v < 4; v++) {
             const int vector = p + v * kPositions;
-            some[v] = exp2_of(fma(load(memory.scores + (size_t)vector * kLanes), scale, shift));
+            some[v] = exp2_of(fma(load(scores + (size_t)vector * kLanes), scale, shift));
             if (!all_visible) some[v] = _mm512_maskz_mov_ps(visible(vector), some[v]);
             sums[v % kChains] = add(sums[v % kChains], some[v]);
             if constexpr (has_scales(kDtype)) some[v] = mul(some[v], of_positions(scales.values, vector));
         }
         for (int v = 0; v < 4; v += 2) {
             const i32 words = (i32)_mm512_cvtne2ps_pbh(some[v + 1], some[v]);
-            store_i(memory.probabilities + (size_t)(p + v * kPositions) / 2 * kLanes,
+            store_i(probabilities + (size_t)(p + v * kPositions) / 2 * kLanes,
                     _mm512_permutexvar_epi16(in_pairs, words));
         }
     }
@@ -268,42 +296,42 @@ static void soften(const AttentionItem& item, int base, int positions, int begin
 }
 
 // The probabilities' pairs by query: rows of a tile for each 32 positions.
-static void turn_probabilities(const TileMemory& memory, int positions, int lanes) {
+static void turn_probabilities(const uint32_t* probabilities, int positions, int lanes, uint32_t* weights) {
     for (int block = 0; block < positions / kKvBlock; block++) {
         const char* pairs[kTileRows];
         for (int i = 0; i < kTileRows; i++)
-            pairs[i] = (const char*)(memory.probabilities + (size_t)(block * kTileRows + i) * lanes);
+            pairs[i] = (const char*)(probabilities + (size_t)(block * kTileRows + i) * lanes);
         for (int q = 0; q < lanes; q += 4) {
             i32 lines[4];
             transpose4(pairs, (size_t)q * 4, lines);
-            for (int j = 0; j < 4; j++) store_i(memory.weights + (size_t)(block * kTileRows + q + j) * kTileRows, lines[j]);
+            for (int j = 0; j < 4; j++) store_i(weights + (size_t)(block * kTileRows + q + j) * kTileRows, lines[j]);
         }
     }
 }
 
 // Sums of two or four tiles of values, from `tile` on.
 template <int kTiles>
-static void weigh_values(const TileMemory& memory, int positions, int tile, int padded) {
-    tile_zero<kOut>(), tile_zero<kOut + 1>();
-    if constexpr (kTiles > 2) tile_zero<kOut + 2>(), tile_zero<kOut + 3>();
+static inline void weigh_tiles(const uint32_t* weights, const uint32_t* values, int positions, int tile, int padded,
+                               float* sums) {
+    unrolled<0, kTiles>([]<int t>() { tile_zero<kOut + t>(); });
     for (int block = 0; block < positions / kKvBlock; block++) {
-        const uint32_t* values = memory.values + (size_t)(block * (padded / 16) + tile) * kTileRows * 16;
-        tile_load<kWeightRows>(memory.weights + (size_t)block * kTileRows * kTileRows, 64);
-        tile_load<kCache>(values, 64), tile_multiply<kOut, kWeightRows, kCache>();
-        tile_load<kCache>(values + 256, 64), tile_multiply<kOut + 1, kWeightRows, kCache>();
-        if constexpr (kTiles > 2) {
-            tile_load<kCache>(values + 512, 64), tile_multiply<kOut + 2, kWeightRows, kCache>();
-            tile_load<kCache>(values + 768, 64), tile_multiply<kOut + 3, kWeightRows, kCache>();
-        }
+        const uint32_t* some = values + (size_t)(block * (padded / 16) + tile) * kTileRows * 16;
+        tile_load<kWeightRows>(weights + (size_t)block * kTileRows * kTileRows, 64);
+        unrolled<0, kTiles>([&]<int t>() {
+            tile_load<kCache>(some + kTileRows * 16 * t, 64);
+            tile_multiply<kOut + t, kWeightRows, kCache>();
+        });
     }
-    float* to = memory.sums + 16 * tile;
-    const size_t stride = padded * sizeof(float);
-    tile_store<kOut>(to, stride), tile_store<kOut + 1>(to + 16, stride);
-    if constexpr (kTiles > 2) tile_store<kOut + 2>(to + 32, stride), tile_store<kOut + 3>(to + 48, stride);
+    unrolled<0, kTiles>([&]<int t>() { tile_store<kOut + t>(sums + 16 * (tile + t), padded * sizeof(float)); });
+}
+static void weigh_values(const uint32_t* weights, const uint32_t* values, int positions, int padded, float* sums) {
+    int tile = 0;
+    for (; tile + 4 <= padded / 16; tile += 4) weigh_tiles<4>(weights, values, positions, tile, padded, sums);
+    if (tile < padded / 16) weigh_tiles<2>(weights, values, positions, tile, padded, sums);
 }
 
 // Takes a split's maxima, totals and weighted values of `count` queries into their running softmax, as `merge` does.
-static void take_split(const TileMemory& memory, int count, int head_dim, const float* split_maxima, const float* totals,
+static void take_split(const float* all_sums, int count, int head_dim, const float* split_maxima, const float* totals,
                        float* maxima, float* rows) {
     const Factors factors = merge_maxima(count, maxima, split_maxima);
     alignas(64) int32_t first[16], second[16];
@@ -315,7 +343,7 @@ static void take_split(const TileMemory& memory, int count, int head_dim, const 
     const int padded = padded_dim(head_dim);
     for (int q = 0; q < count; q++) {
         float* row = rows + (size_t)q * attention_row(head_dim);
-        const float* sums = memory.sums + (size_t)q * padded;
+        const float* sums = all_sums + (size_t)q * padded;
         const f32 keep = splat(factors.mine[q]), factor = splat(factors.theirs[q]);
         for (int d = 0; d < head_dim; d += 32) {
             const f32 even = load(sums + d), odd = load(sums + d + 16);
@@ -329,39 +357,49 @@ static void take_split(const TileMemory& memory, int count, int head_dim, const 
     }
 }
 
-template <KvDtype kDtype, int kLanes>
-static void attend_in_lanes(const AttentionItem& item, int base, int positions, int begin, int count,
-                            const SplitScales& scales, const TileMemory& memory, float* maxima, float* rows) {
-    alignas(64) float split_maxima[16], totals[16];
-    configure_attention(count, kLanes);
-    score_keys<kDtype>(item, base, positions, begin, kLanes, memory);
-    soften<kDtype, kLanes>(item, base, positions, begin, count, scales, memory, split_maxima, totals);
-    turn_probabilities(memory, positions, kLanes);
-    const int padded = padded_dim(item.head_dim), tiles = padded / 16;
-    int tile = 0;
-    for (; tile + 4 <= tiles; tile += 4) weigh_values<4>(memory, positions, tile, padded);
-    if (tile < tiles) weigh_values<2>(memory, positions, tile, padded);
-    take_split(memory, count, item.head_dim, split_maxima, totals, maxima, rows);
-}
-
 // The item over the split at `base`, once its queries are laid out. maxima and rows go on from what they hold.
+//
+// 16 queries go through four stages, and each stage takes those that went through the one before it a round ago: what
+// the tile unit writes cannot be read at once, nor the other way round.
 template <KvDtype kDtype>
 static void attend_split(const AttentionItem& item, int base, float* maxima, float* rows, const TileMemory& memory) {
     const int left = item.context - base < kKvSplit ? item.context - base : kKvSplit;
-    const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock;
+    const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock, padded = padded_dim(item.head_dim);
     for (int p = 0; p < positions; p += kKvBlock)
-        pair_values<kDtype>(item, base + p, memory.values + (size_t)p / 2 * padded_dim(item.head_dim));
+        pair_values<kDtype>(item, base + p, memory.values + (size_t)p / 2 * padded);
+    SplitKeys keys;
+    find_keys<kDtype>(item, base, positions, memory.keys, keys);
     SplitScales scales;
     if constexpr (has_scales(kDtype)) take_scales(item, base, left, scales);
-    for (int q = 0; q < item.count; q += kTileRows) {
-        const int count = queries_from(item, q);
-        if (item.last[q + count - 1] <= base || item.first[q] >= base + left) continue;  // they go by position
-        const int lanes = lanes_of(count);
-        auto run = lanes == 4   ? attend_in_lanes<kDtype, 4>
-                   : lanes == 8 ? attend_in_lanes<kDtype, 8>
-                                : attend_in_lanes<kDtype, 16>;
-        run(item, base, positions, q, count, scales, memory, maxima + q, rows + (size_t)q * attention_row(item.head_dim));
-    }
+    alignas(64) float split_maxima[4][16], totals[4][16];
+    // Queries [first, last), which go by position; `kLanes` suits the last 16 of them.
+    auto run = [&]<int kLanes>(int first, int last) {
+        auto is_in = [&](int q) { return first <= q && q < last; };
+        for (int q = first, part = 0; q < last + 3 * kTileRows; q += kTileRows, part++) {
+            if (is_in(q)) score_keys<kLanes>(keys, positions, q, item.head_dim, memory, memory.scores[part % 2]);
+            if (const int at = q - kTileRows; is_in(at)) {
+                soften<kDtype, kLanes>(item, base, positions, at, queries_from(item, at), scales,
+                                       memory.scores[(part - 1) % 2], memory.probabilities, split_maxima[(part - 1) % 4],
+                                       totals[(part - 1) % 4]);
+                turn_probabilities(memory.probabilities, positions, kLanes, memory.weights[(part - 1) % 2]);
+            }
+            if (is_in(q - 2 * kTileRows))
+                weigh_values(memory.weights[part % 2], memory.values, positions, padded, memory.sums[part % 2]);
+            if (const int at = q - 3 * kTileRows; is_in(at))
+                take_split(memory.sums[(part - 1) % 2], queries_from(item, at), item.head_dim,
+                           split_maxima[(part - 3) % 4], totals[(part - 3) % 4], maxima + at,
+                           rows + (size_t)at * attention_row(item.head_dim));
+        }
+    };
+    int first = 0, last = (item.count + kTileRows - 1) / kTileRows * kTileRows;
+    while (first < last && item.last[first + queries_from(item, first) - 1] <= base) first += kTileRows;
+    while (first < last && item.first[last - kTileRows] >= base + left) last -= kTileRows;
+    if (first == last) return;
+    const int lanes = lanes_of(queries_from(item, last - kTileRows)), whole = lanes == 16 ? last : last - kTileRows;
+    if (first < whole) configure_attention(16), run.template operator()<16>(first, whole);
+    if (lanes < 16) configure_attention(lanes);
+    if (lanes == 8) run.template operator()<8>(whole, last);
+    if (lanes == 4) run.template operator()<4>(whole, last);
 }
 
 #endif

@@ -61,7 +61,7 @@ struct KvPool {
 // One head's work of one sequence: `count` queries that share a KV head, over the KV blocks of [first, last) splits.
 constexpr int kKvBlock = 32;       // positions a block: online softmax goes block by block
 constexpr int kKvSplit = 128;      // positions a split: partial results that are merged in order, at fixed positions
-constexpr int kQueryBlock = 32;    // queries at once
+constexpr int kQueryBlock = 96;    // queries at once, at most
 
 struct AttentionItem {
     const float* query[kQueryBlock];  // [head_dim] each
@@ -145,7 +145,7 @@ const Kernels& kernels();  // those of this machine
 static inline size_t attention_scratch(int head_dim) {
     const size_t dim = (size_t)(head_dim + 31) / 32 * 32;
     const size_t in_blocks = kQueryBlock * kKvBlock + 2 * kKvBlock * dim;
-    const size_t in_tiles = 16 * (2 * kKvSplit + 2) + (2 * 8 + 8 + kKvSplit / 2 + 16) * dim;
+    const size_t in_tiles = 7 * kKvSplit / 2 * 16 + kQueryBlock + (kQueryBlock / 2 + 8 + kKvSplit + 2 * 16) * dim;
     return kQueryBlock * attention_row(head_dim) + (in_blocks > in_tiles ? in_blocks : in_tiles);
 }
 

@@ -78,8 +78,8 @@ struct TileConfig {
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
-// Tile registers: integer sums of 16 rows, activations and weights of 32 columns, the same of 16 columns.
-enum { kSums, kActs, kWeights, kHalfActs, kHalfWeights };
+// Tile registers: four of integer sums of 16 rows, activations and weights of 32 columns, the same of 16 columns.
+enum { kSums, kActs = 4, kWeights, kHalfActs, kHalfWeights };
 
 // Notes that the tile registers of this thread are configured as `shape`, a number for each; false if they are already.
 static inline bool becomes_current(int shape) {
@@ -93,27 +93,33 @@ static void configure_tiles() {
     if (!becomes_current(-1)) return;
     alignas(64) TileConfig config = {};
     config.palette = 1;
-    const uint8_t rows[5] = {16, 16, 8, 16, 4}, row_bytes[5] = {64, 32, 64, 16, 64};
-    for (int t = 0; t < 5; t++) config.rows[t] = rows[t], config.row_bytes[t] = row_bytes[t];
+    const uint8_t rows[8] = {16, 16, 16, 16, 16, 8, 16, 4}, row_bytes[8] = {64, 64, 64, 64, 32, 64, 16, 64};
+    for (int t = 0; t < 8; t++) config.rows[t] = rows[t], config.row_bytes[t] = row_bytes[t];
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
 }
 static void release_tiles() {
     if (becomes_current(0)) asm volatile("tilerelease" ::: "memory");
 }
 
-// sums [16][16] = activations (signed) times weights (unsigned) over one group, or over half of one.
-template <int kA, int kW>
-static inline void tile_dot(const int8_t* activations, const uint8_t* weights, int32_t* sums) {
+// Sums = activations (signed) times weights (unsigned) over one group, or over half of one. Memory is named rather than
+// all of it claimed, which would keep the rows that are being accumulated out of registers.
+template <int kSum, int kA, int kW>
+static inline void tile_dot(const int8_t* activations, const uint8_t* weights) {
     asm volatile(
         "tilezero %%tmm%c[sums]\n\t"
         "tileloadd (%[a],%[a_stride],1), %%tmm%c[acts]\n\t"
         "tileloadd (%[w],%[line],1), %%tmm%c[weights]\n\t"
-        "tdpbsud %%tmm%c[weights], %%tmm%c[acts], %%tmm%c[sums]\n\t"
-        "tilestored %%tmm%c[sums], (%[out],%[line],1)"
+        "tdpbsud %%tmm%c[weights], %%tmm%c[acts], %%tmm%c[sums]"
         :
-        : [a] "r"(activations), [a_stride] "r"((long)kGroup), [w] "r"(weights), [line] "r"(64L), [out] "r"(sums),
-          [sums] "i"(kSums), [acts] "i"(kA), [weights] "i"(kW)
-        : "memory");
+        : [a] "r"(activations), [a_stride] "r"((long)kGroup), [w] "r"(weights), [line] "r"(64L), [sums] "i"(kSums + kSum),
+          [acts] "i"(kA), [weights] "i"(kW), "m"(*(const int8_t(*)[kBlockRows * kGroup])activations),
+          "m"(*(const uint8_t(*)[16 * kGroup])weights));
+}
+template <int kSum>
+static inline void store_sums(int32_t* sums) {
+    asm volatile("tilestored %%tmm%c[sums], (%[out],%[line],1)"
+                 : "=m"(*(int32_t(*)[kBlockRows * 16])sums)
+                 : [out] "r"(sums), [line] "r"(64L), [sums] "i"(kSums + kSum));
 }
 
 template <class F>
@@ -122,49 +128,55 @@ static inline const uint8_t* group_lines(const uint8_t* tile, int g) {
     return tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
 }
 
-// Adds groups [begin, end) to out [16][16]. The tile unit multiplies group g + 1 while group g is accumulated. The
-// first block of rows to come by also fetches the weights that follow these: later, unpacking would wait for them.
-template <class F, bool kFetch>
-static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end, const Record* records,
-                       float* out) {
-    constexpr int groups_per_tile = F::columns / kGroup;
-    alignas(64) int32_t sums[2][2][kBlockRows * 16];
-    auto dot = [&](int g) {
-        const int8_t* a = &records[g].values[0][0];
-        const uint8_t* w = weights + (size_t)(g - begin) * 512;
-        if constexpr (F::has_halves) {
-            tile_dot<kHalfActs, kHalfWeights>(a, w, sums[g & 1][0]);
-            tile_dot<kHalfActs, kHalfWeights>(a + 16, w + 256, sums[g & 1][1]);
-        } else {
-            tile_dot<kActs, kWeights>(a, w, sums[g & 1][0]);
-        }
+// Adds groups [begin, end), a multiple of kAhead, to out [16][16]. The tile unit multiplies the next kAhead groups before
+// these are accumulated: what it stores cannot be loaded at once. The first block of rows to come by also fetches the
+// weights that follow these: later, unpacking would wait for them. Flattened, and without a branch on the way: else the
+// sums would stay in memory.
+template <class F, bool kFetch, int kAhead>
+[[gnu::flatten]] static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end,
+                                        const Record* records, float* out) {
+    constexpr int groups_per_tile = F::columns / kGroup, parts = F::has_halves ? 2 : 1;
+    alignas(64) int32_t sums[2 * kAhead][parts][kBlockRows * 16];
+    auto of_group = [&](int g) { return sums[(g - begin) % (2 * kAhead)]; };
+    auto multiply = [&](int first) {
+        if (first >= end) return;
+        unrolled<0, kAhead>([&]<int i>() {
+            const int8_t* a = &records[first + i].values[0][0];
+            const uint8_t* w = weights + (size_t)(first + i - begin) * 512;
+            if constexpr (F::has_halves)
+                tile_dot<2 * i, kHalfActs, kHalfWeights>(a, w), tile_dot<2 * i + 1, kHalfActs, kHalfWeights>(a + 16, w + 256);
+            else
+                tile_dot<i, kActs, kWeights>(a, w);
+        });
+        unrolled<0, kAhead * parts>([&]<int i>() { store_sums<i>(of_group(first + i / parts)[i % parts]); });
     };
     f32 y[kBlockRows];
-    for (int r = 0; r < kBlockRows; r++) y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r);
+    unrolled<0, kBlockRows>([&]<int r>() { y[r] = begin == 0 ? splat(0.0f) : load(out + kLanes * r); });
     const size_t ahead = (size_t)(end - begin) / groups_per_tile * F::bytes;
-    dot(begin);
-    for (int g = begin; g < end; g++) {
-        if (g + 1 < end) dot(g + 1);
-        if (kFetch) {
-            const uint8_t* lines = group_lines<F>(tile, g);
-            constexpr int bytes = F::bytes / groups_per_tile;
-            for (int line = 0; line < bytes; line += 64) prefetch(lines + ahead + line);
-        }
-        f32 d, d2, m;
-        F::scales(tile + (size_t)(g / groups_per_tile) * F::bytes, g % groups_per_tile, d, d2, m);
-        const Record& record = records[g];
-        auto add = [&](const int32_t* sum, const int32_t* negative_sum, f32 d) {
-#pragma GCC unroll 16
-            for (int r = 0; r < kBlockRows; r++) {
-                i32 dot = load_i(sum + 16 * r);
-                if (F::offset_bits) dot = _mm512_add_epi32(dot, cancel_offset<F>(negative_sum + r));
-                y[r] = accumulate<F>(y[r], dot, d, m, record, r);
+    multiply(begin);
+    for (int first = begin; first < end; first += kAhead) {
+        multiply(first + kAhead);
+        for (int g = first; g < first + kAhead; g++) {
+            if (kFetch) {
+                const uint8_t* lines = group_lines<F>(tile, g);
+                constexpr int bytes = F::bytes / groups_per_tile;
+                for (int line = 0; line < bytes; line += 64) prefetch(lines + ahead + line);
             }
-        };
-        add(sums[g & 1][0], F::has_halves ? record.half_sum[0] : record.sum, d);
-        if constexpr (F::has_halves) add(sums[g & 1][1], record.half_sum[1], d2);
+            f32 d, d2, m;
+            F::scales(tile + (size_t)(g / groups_per_tile) * F::bytes, g % groups_per_tile, d, d2, m);
+            const Record& record = records[g];
+            auto add = [&](const int32_t* sum, const int32_t* negative_sum, f32 d) {
+                unrolled<0, kBlockRows>([&]<int r>() {
+                    i32 dot = load_i(sum + 16 * r);
+                    if (F::offset_bits) dot = _mm512_add_epi32(dot, cancel_offset<F>(negative_sum + r));
+                    y[r] = accumulate<F>(y[r], dot, d, m, record, r);
+                });
+            };
+            add(of_group(g)[0], F::has_halves ? record.half_sum[0] : record.sum, d);
+            if constexpr (F::has_halves) add(of_group(g)[1], record.half_sum[1], d2);
+        }
     }
-    for (int r = 0; r < kBlockRows; r++) store(out + kLanes * r, y[r]);
+    unrolled<0, kBlockRows>([&]<int r>() { store(out + kLanes * r, y[r]); });
 }
 
 // Of 16 rows, so many cost the vector unit more than the tile unit takes for all of them: what the two do overlaps
@@ -182,9 +194,13 @@ static void row_blocks(const uint8_t* tile, int groups, const Record* records, i
             F::Lines::unpack(group_lines<F>(tile, g), w);
             for (int j = 0; j < 8; j++) store_i(weights + (size_t)(g - begin) * 512 + 64 * j, w[j]);
         }
+        const int even = end - (end - begin) % 2;
         for (int b = 0; b < blocks; b++) {
-            auto add_block = b == 0 ? block_rows<F, true> : block_rows<F, false>;
-            add_block(tile, weights, begin, end, records + (size_t)b * groups, out + (size_t)b * kBlockRows * kLanes);
+            auto add_pairs = b == 0 ? block_rows<F, true, 2> : block_rows<F, false, 2>;
+            const Record* x = records + (size_t)b * groups;
+            float* to = out + (size_t)b * kBlockRows * kLanes;
+            if (even > begin) add_pairs(tile, weights, begin, even, x, to);
+            if (even < end) block_rows<F, true, 1>(tile, weights + (size_t)(even - begin) * 512, even, end, x, to);
         }
     }
 }

@@ -42,18 +42,22 @@ struct AttentionLayer {
     bool causal;
 };
 
-// Items are runs of up to kQueryBlock queries that share a KV head, over all of their context or, where there would be
-// too few of them, over one of its splits. Which item a query is in changes no bit of its result.
+// Items are runs of queries that share a KV head, over all of their context or, where there would be too few of them,
+// over one of its splits. Long runs read keys and values less often, short ones keep more threads busy. Which item a
+// query is in changes no bit of its result.
 class PagedAttention {
+    static constexpr int kShortRun = kQueryBlock / 3;
+
 public:
     PagedAttention(const Kernels& k, const AttentionPass& pass, int layers, int threads)
         : k(k), p(pass), kv(pass.kv), layers(layers), threads(threads), group(pass.heads / pass.kv.kv_heads) {
-        int whole = 0, with_splits = 0;
-        for (int s = 0; s < p.sequences; s++) {
-            whole += runs_of(s) * kv.kv_heads;
-            with_splits += runs_of(s) * kv.kv_heads * splits_of(s);
-        }
-        share_splits = threads > 1 && whole < 4 * threads && with_splits > whole;
+        const int enough = 4 * threads;
+        int longest = 1, whole = 0;
+        for (int s = 0; s < p.sequences; s++) longest = max(longest, p.query_lens[s] * group);
+        for (length = kQueryBlock; (whole = count(false)) < enough && length > kShortRun;) length /= 3;
+        length = min(length, (longest + 15) / 16 * 16);  // no two items share a cache line
+        const int with_splits = count(true);
+        share_splits = threads > 1 && whole < enough && with_splits > whole;
         items = share_splits ? with_splits : whole;
     }
 
@@ -63,7 +67,7 @@ public:
         softmax = space.take<float>((size_t)threads * softmax_size());
         scratch = space.take<float>((size_t)threads * attention_scratch(kv.head_dim));
         if (!share_splits) return;
-        partial_maxima = space.take<float>((size_t)items * kQueryBlock);
+        partial_maxima = space.take<float>((size_t)items * length);
         partial_rows = space.take<float>((size_t)items * softmax_size());
     }
 
@@ -97,9 +101,14 @@ private:
         const int32_t* slots;
     };
 
-    int runs_of(int s) const { return (p.query_lens[s] * group + kQueryBlock - 1) / kQueryBlock; }
+    int runs_of(int s) const { return (p.query_lens[s] * group + length - 1) / length; }
     int splits_of(int s) const { return (p.context_lens[s] + kKvSplit - 1) / kKvSplit; }
-    size_t softmax_size() const { return (size_t)kQueryBlock * attention_row(kv.head_dim); }
+    int count(bool with_splits) const {
+        int items = 0;
+        for (int s = 0; s < p.sequences; s++) items += runs_of(s) * kv.kv_heads * (with_splits ? splits_of(s) : 1);
+        return items;
+    }
+    size_t softmax_size() const { return (size_t)length * attention_row(kv.head_dim); }
 
     const Sequence& sequence_of(int item) const {
         int low = 0, high = p.sequences - 1;
@@ -113,7 +122,7 @@ private:
         return sequences[low];
     }
 
-    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int run, int kv_head) const {
+    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int index, int kv_head) const {
         AttentionItem item;
         const size_t first = kv.entry(layer.layer, 0, kv_head);
         item.key = kv.key + first * kv.entry_bytes(), item.value = kv.value + first * kv.entry_bytes();
@@ -123,8 +132,8 @@ private:
         item.scale_stride = kv.dtype == kKvInt8 ? kv.kv_heads : 0;
         item.head_dim = kv.head_dim, item.scale = p.scale, item.dtype = kv.dtype;
         item.slots = s.slots, item.context = s.context, item.count = 0;
-        const int end = min(s.queries * group, (run + 1) * kQueryBlock);
-        for (int i = run * kQueryBlock; i < end; i++) {
+        const int end = min(s.queries * group, (index + 1) * length);
+        for (int i = index * length; i < end; i++) {
             const int token = i / group, position = s.context - s.queries + token, q = item.count++;
             const size_t row = s.row + token, at = (size_t)(kv_head * group + i % group) * kv.head_dim;
             item.query[q] = layer.query + row * layer.query_stride + at;
@@ -138,12 +147,12 @@ private:
     void attend(const Member& member, const AttentionLayer& layer, int index) {
         const Sequence& s = sequence_of(index);
         const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
-        const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits, run = local / kv.kv_heads / splits;
-        const AttentionItem item = item_of(s, layer, run, kv_head);
+        const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits;
+        const AttentionItem item = item_of(s, layer, local / kv.kv_heads / splits, kv_head);
         const size_t stride = attention_row(kv.head_dim);
         float* mine = scratch + member.index * attention_scratch(kv.head_dim);
         float own_maxima[kQueryBlock];
-        float* maxima = share_splits ? partial_maxima + (size_t)index * kQueryBlock : own_maxima;
+        float* maxima = share_splits ? partial_maxima + (size_t)index * length : own_maxima;
         float* rows = share_splits ? partial_rows + index * softmax_size() : softmax + member.index * softmax_size();
         for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
         std::memset(rows, 0, sizeof(float) * item.count * stride);
@@ -158,15 +167,15 @@ private:
             const Sequence& s = sequences[n];
             for (int i = 0; i < s.runs * kv.kv_heads; i++) {
                 if (claimed++ % member.threads != member.index) continue;
-                const int run = i / kv.kv_heads, kv_head = i % kv.kv_heads;
-                const AttentionItem item = item_of(s, layer, run, kv_head);
+                const int nth = i / kv.kv_heads, kv_head = i % kv.kv_heads;
+                const AttentionItem item = item_of(s, layer, nth, kv_head);
                 const size_t stride = attention_row(kv.head_dim);
                 float *rows = softmax + member.index * softmax_size(), maxima[kQueryBlock];
                 for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
                 std::memset(rows, 0, sizeof(float) * item.count * stride);
                 for (int split = 0; split < s.splits; split++) {
-                    const int index = s.first_item + (run * s.splits + split) * kv.kv_heads + kv_head;
-                    const size_t at = (size_t)index * kQueryBlock;
+                    const int index = s.first_item + (nth * s.splits + split) * kv.kv_heads + kv_head;
+                    const size_t at = (size_t)index * length;
                     k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, kv.head_dim);
                 }
                 for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
@@ -178,6 +187,7 @@ private:
     const AttentionPass p;
     const KvPool& kv;
     const int layers, threads, group;
+    int length;  // of a run, in queries
     bool share_splits;
     int items;
     Sequence* sequences = nullptr;
