@@ -134,12 +134,12 @@ void rows() {
         compare("rotate", n, n, [&](const Kernels& k, float* out) {
             in_place(out), k.rotate(out, y.data(), angles.data(), n / 2 * 2);
         });
-        for (int32_t activation : {0, 1})
-            compare("gate", n, n, [&](const Kernels& k, float* out) {
-                k.gate(x.data(), y.data(), n, activation, out);
-            });
     }
-    const std::vector<float> tile = numbers(5 * 16), before = numbers(5 * 20);
+    const std::vector<float> tile = numbers(5 * 16), other = numbers(5 * 16), before = numbers(5 * 20);
+    for (int32_t activation : {0, 1})
+        compare("gate", activation, 5 * 20, [&](const Kernels& k, float* out) {
+            k.gate(tile.data(), other.data(), 5, activation, out, 20);
+        });
     for (int lanes = 1; lanes <= 16; lanes++)
         compare("add_tile", lanes, before.size(), [&](const Kernels& k, float* out) {
             std::memcpy(out, before.data(), sizeof(float) * before.size());

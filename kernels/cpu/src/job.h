@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int kRowChunk = 64;    // rows that go through a weight together: their activations stay in cache
+constexpr int kRowChunk = 128;   // rows that go through a weight together: their activations stay in cache
 constexpr int kPrivateRows = kBlockRows;  // so many rows every thread prepares for itself rather than wait for others
 
 size_t align64(size_t bytes) { return (bytes + 63) & ~(size_t)63; }

@@ -114,7 +114,8 @@ struct Kernels {
     void (*quantise)(const float* x, int groups, Record* records, int row);
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* out);
     void (*rotate)(float* x, const float* cos, const float* sin, int head_dim);
-    void (*gate)(const float* gate, const float* up, int n, int32_t activation, float* out);  // out = act(gate) * up
+    // gate and up [rows][16]; rows of out = act(gate) * up are `stride` apart
+    void (*gate)(const float* gate, const float* up, int rows, int32_t activation, float* out, size_t stride);
     void (*add)(float* x, const float* y, int n);
     void (*add_tile)(const float* tile, int rows, int lanes, float* to, size_t stride);  // tile [rows][16]
     // tile [rows][16], best [rows]

@@ -93,15 +93,15 @@ static inline f32 sigmoid(f32 x) {  // exp() takes arguments under 88
     return div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), max(x, splat(-87.0f))))));
 }
 
-static void gate(const float* g, const float* up, int n, int32_t activation, float* out) {
-    for_vectors(n, [&](int i, int count) {
-        f32 x = load_some(g + i, count), argument = x;
+static void gate(const float* g, const float* up, int rows, int32_t activation, float* out, size_t stride) {
+    for (int r = 0; r < rows; r++, g += 16, up += 16, out += stride) {
+        f32 x = load(g), argument = x;
         if (activation == 1) {  // GELU by tanh: 0.5 x (1 + tanh u) = x sigmoid(2u)
             f32 inner = fma(mul(mul(x, x), x), splat(0.044715f), x);
             argument = mul(inner, splat(1.5957691216057308f));
         }
-        store_some(out + i, mul(mul(x, sigmoid(argument)), load_some(up + i, count)), count);
-    });
+        store(out, mul(mul(x, sigmoid(argument)), load(up)));
+    }
 }
 
 static void add_row(float* x, const float* y, int n) {

@@ -48,8 +48,8 @@ public:
         for (int t = 0; t < threads; t++) {
             Own mine;
             mine.tile = space.take<float>(kRowChunk * 16);
-            mine.gate = space.take<float>(kRowChunk * kGroup);
-            mine.up = space.take<float>(kRowChunk * kGroup);
+            mine.up = space.take<float>(kRowChunk * 16);
+            mine.inner = space.take<float>(kRowChunk * kGroup);
             mine.row = space.take<float>(widest);
             mine.hidden_in = take_activations(space, kPrivateRows, m.hidden, hidden_needs);
             mine.attended_in = take_activations(space, kPrivateRows, q_size, attended_needs);
@@ -95,7 +95,7 @@ public:
 
 private:
     struct Own {  // one thread's memory
-        float *tile, *gate, *up, *row, *embedded;
+        float *tile, *up, *inner, *row, *embedded;
         Activations hidden_in, attended_in;
         Best* best;       // of this round of choices, and of the one before
         int64_t* chosen;  // a token for each row of a round
@@ -219,26 +219,22 @@ private:
             const int rows = min(kRowChunk, b.tokens - row);
             for (int g = first; g < last; g++) {
                 for (int tile = 0; tile < 2; tile++) {
-                    product(layer.gate, 2 * g + tile, in, row, rows, mine, mine.gate + 16 * tile);
-                    product(layer.up, 2 * g + tile, in, row, rows, mine, mine.up + 16 * tile);
+                    product(layer.gate, 2 * g + tile, in, row, rows, mine.tile);
+                    product(layer.up, 2 * g + tile, in, row, rows, mine.up);
+                    k.gate(mine.tile, mine.up, rows, m.activation, mine.inner + 16 * tile, kGroup);
                 }
-                for (int r = 0; r < rows; r++) {
-                    float* gate = mine.gate + kGroup * r;
-                    k.gate(gate, mine.up + kGroup * r, kGroup, m.activation, gate);
-                    put(k, inner_in, row + r, g * kGroup, kGroup, gate);
-                }
+                for (int r = 0; r < rows; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
             }
         }
         member.sync();
         add_product(member, layer.down, inner_in, layer.mlp_out_norm);
     }
 
-    // One tile with its bias, to out [rows] by kGroup.
-    void product(const Weight& w, int tile, const Activations& in, int row, int rows, Own& mine, float* out) {
-        k.linear_tile(w, tile, in, row, rows, mine.tile);
-        copy_tile(mine.tile, rows, 16, out, kGroup);
+    // One tile with its bias, to out [rows][16].
+    void product(const Weight& w, int tile, const Activations& in, int row, int rows, float* out) {
+        k.linear_tile(w, tile, in, row, rows, out);
         if (w.bias != nullptr)
-            for (int r = 0; r < rows; r++) k.add(out + (size_t)r * kGroup, w.bias + 16 * tile, 16);
+            for (int r = 0; r < rows; r++) k.add(out + (size_t)r * 16, w.bias + 16 * tile, 16);
     }
 
     void capture(const Member& member, int l) {
@@ -340,8 +336,8 @@ private:
         member.share(candidates(), first, last);
         for (int c = first; c < last; c++) {
             const int tile = candidate[(size_t)output * candidates() + c];
-            product(m.head, tile, mine.hidden_in, 0, 1, mine, mine.gate);
-            k.observe(mine.gate, 1, min(16, m.head.rows - 16 * tile), 16 * tile, b.chances != nullptr, &best);
+            product(m.head, tile, mine.hidden_in, 0, 1, mine.tile);
+            k.observe(mine.tile, 1, min(16, m.head.rows - 16 * tile), 16 * tile, b.chances != nullptr, &best);
         }
     }
 
