@@ -12,6 +12,9 @@ class SlotTable:
 
     def __init__(self, rows: int, max_context_len: int, device: torch.device) -> None:
         self.tensor = torch.zeros(rows, max_context_len, dtype=torch.int32, device=device)
+        # The same memory where numpy can reach it: every row is written every few steps, and a torch call costs more
+        # than what it writes.
+        self._array = self.tensor.numpy() if device.type == "cpu" else None
         self._free = list(range(rows - 1, -1, -1))
 
     def acquire(self) -> int:
@@ -27,5 +30,9 @@ class SlotTable:
         A page may reach past the end of the context; nothing is ever there.
         """
         slots = slots[: self.tensor.shape[1] - start]
-        if slots:
+        if not slots:
+            return
+        if self._array is not None:
+            self._array[row, start : start + len(slots)] = slots
+        else:
             self.tensor[row, start : start + len(slots)] = torch.tensor(slots, dtype=torch.int32)

@@ -35,6 +35,9 @@ public:
         qkv = space.take<float>((size_t)b.tokens * (q_size + 2 * kv_size));
         attended = space.take<float>((size_t)b.tokens * q_size);
         added = space.take<float>((size_t)b.tokens * m.hidden);
+        const size_t kept = drops_rows() ? b.outputs : 0;
+        kept_x = space.take<float>(kept * m.hidden);
+        kept_attended = space.take<float>(kept * q_size);
         hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
         attended_in = take_activations(space, b.tokens, q_size, attended_needs);
         inner_in = take_activations(space, b.tokens, m.intermediate, inner_needs);
@@ -81,9 +84,12 @@ public:
     void run(const Member& member) {
         const unsigned before = k.enter();
         embed(member);
+        Rows rows = {b.tokens, x, attended};
         for (int l = 0; l < m.num_layers; l++) {
-            attention(member, l);
-            mlp(member, l);
+            attend(member, l);
+            if (l == m.num_layers - 1 && drops_rows()) rows = keep_outputs(member);
+            add_attended(member, l, rows);
+            mlp(member, l, rows);
             capture(member, l);
         }
         if (b.chosen == nullptr)
@@ -100,6 +106,12 @@ private:
         Best* best;       // of this round of choices, and of the one before
         int64_t* chosen;  // a token for each row of a round
         int32_t* order;
+    };
+
+    // Hidden states that the products of a layer are added to, and what attention made of them.
+    struct Rows {
+        int count;
+        float *x, *attended;
     };
 
     static AttentionPass pass_of(const Model& m, const Batch& b) {
@@ -141,33 +153,57 @@ private:
     }
 
     // x += added, normed: what Gemma does with the output of a sublayer.
-    void add_normed(const Member& member, const float* norm) {
+    void add_normed(const Member& member, const float* norm, const Rows& rows) {
         int first, last;
-        member.share(b.tokens, first, last);
+        member.share(rows.count, first, last);
         for (int r = first; r < last; r++) {
             k.rms_norm(added + (size_t)r * m.hidden, norm, m.eps, m.hidden, own[member.index].row);
-            k.add(x + (size_t)r * m.hidden, own[member.index].row, m.hidden);
+            k.add(rows.x + (size_t)r * m.hidden, own[member.index].row, m.hidden);
         }
         member.sync();
     }
 
     // x (or `added`, where a norm comes between) takes the product with `weight`.
-    void add_product(const Member& member, const Weight& weight, const Activations& in, const float* norm) {
+    void add_product(const Member& member, const Weight& weight, const Activations& in, const float* norm,
+                     const Rows& rows) {
         const Weight* parts[] = {&weight};
         Own& mine = own[member.index];
-        linear(k, member, parts, 1, in, b.tokens, mine.tile,
-               [&](int, int column, int lanes, int row, int rows, const float* out) {
-                   float* to = (norm ? added : x) + (size_t)row * m.hidden + column;
+        linear(k, member, parts, 1, in, rows.count, mine.tile,
+               [&](int, int column, int lanes, int row, int count, const float* out) {
+                   float* to = (norm ? added : rows.x) + (size_t)row * m.hidden + column;
                    if (norm)
-                       copy_tile(out, rows, lanes, to, m.hidden);
+                       copy_tile(out, count, lanes, to, m.hidden);
                    else
-                       k.add_tile(out, rows, lanes, to, m.hidden);
+                       k.add_tile(out, count, lanes, to, m.hidden);
                });
         member.sync();
-        if (norm != nullptr) add_normed(member, norm);
+        if (norm != nullptr) add_normed(member, norm, rows);
     }
 
-    void attention(const Member& member, int l) {
+    // Of the last layer nothing is read but the rows that logits are wanted of.
+    bool drops_rows() const {
+        for (int c = 0; c < b.num_captures; c++)
+            if (b.capture_layers[c] == m.num_layers - 1) return false;
+        return b.outputs < b.tokens;
+    }
+
+    Rows keep_outputs(const Member& member) {
+        int first, last;
+        member.share(b.outputs, first, last);
+        for (int i = first; i < last; i++) {
+            const size_t row = b.logits_rows[i];
+            std::memcpy(kept_x + (size_t)i * m.hidden, x + row * m.hidden, sizeof(float) * m.hidden);
+            std::memcpy(kept_attended + (size_t)i * q_size, attended + row * q_size, sizeof(float) * q_size);
+        }
+        member.sync();
+        return {b.outputs, kept_x, kept_attended};
+    }
+
+    const float* output_row(int i) const {
+        return drops_rows() ? kept_x + (size_t)i * m.hidden : x + (size_t)b.logits_rows[i] * m.hidden;
+    }
+
+    void attend(const Member& member, int l) {
         const Layer& layer = m.layers[l];
         Own& mine = own[member.index];
         const int width = q_size + 2 * kv_size;
@@ -183,9 +219,13 @@ private:
         rotate_and_write(member, layer, l);
         member.sync();
         paged.run(member, l, {qkv, (size_t)width, attended, l, layer.window, b.causal || layer.causal});
-        const Activations& out = prepare(member, b.tokens, nullptr, attended_in, mine.attended_in,
-                                         [&](int r) { return attended + (size_t)r * q_size; });
-        add_product(member, layer.o, out, layer.attention_out_norm);
+    }
+
+    void add_attended(const Member& member, int l, const Rows& rows) {
+        const Layer& layer = m.layers[l];
+        const Activations& in = prepare(member, rows.count, nullptr, attended_in, own[member.index].attended_in,
+                                        [&](int r) { return rows.attended + (size_t)r * q_size; });
+        add_product(member, layer.o, in, layer.attention_out_norm, rows);
     }
 
     void rotate_and_write(const Member& member, const Layer& layer, int l) {
@@ -208,26 +248,26 @@ private:
         }
     }
 
-    void mlp(const Member& member, int l) {
+    void mlp(const Member& member, int l, const Rows& rows) {
         const Layer& layer = m.layers[l];
         Own& mine = own[member.index];
-        const Activations& in = prepare(member, b.tokens, layer.mlp_norm, hidden_in, mine.hidden_in,
-                                        [&](int r) { return x + (size_t)r * m.hidden; });
+        const Activations& in = prepare(member, rows.count, layer.mlp_norm, hidden_in, mine.hidden_in,
+                                        [&](int r) { return rows.x + (size_t)r * m.hidden; });
         int first, last;
         member.share(m.intermediate / kGroup, first, last);
-        for (int row = 0; row < b.tokens; row += kRowChunk) {
-            const int rows = min(kRowChunk, b.tokens - row);
+        for (int row = 0; row < rows.count; row += kRowChunk) {
+            const int count = min(kRowChunk, rows.count - row);
             for (int g = first; g < last; g++) {
                 for (int tile = 0; tile < 2; tile++) {
-                    product(layer.gate, 2 * g + tile, in, row, rows, mine.tile);
-                    product(layer.up, 2 * g + tile, in, row, rows, mine.up);
-                    k.gate(mine.tile, mine.up, rows, m.activation, mine.inner + 16 * tile, kGroup);
+                    product(layer.gate, 2 * g + tile, in, row, count, mine.tile);
+                    product(layer.up, 2 * g + tile, in, row, count, mine.up);
+                    k.gate(mine.tile, mine.up, count, m.activation, mine.inner + 16 * tile, kGroup);
                 }
-                for (int r = 0; r < rows; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
+                for (int r = 0; r < count; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
             }
         }
         member.sync();
-        add_product(member, layer.down, inner_in, layer.mlp_out_norm);
+        add_product(member, layer.down, inner_in, layer.mlp_out_norm, rows);
     }
 
     // One tile with its bias, to out [rows][16].
@@ -251,7 +291,7 @@ private:
         if (b.outputs == 0) return;
         Own& mine = own[member.index];
         const Activations& in = prepare(member, b.outputs, m.final_norm, hidden_in, mine.hidden_in,
-                                        [&](int r) { return x + (size_t)b.logits_rows[r] * m.hidden; });
+                                        [&](int r) { return output_row(r); });
         const Weight* parts[] = {&m.head};
         linear(k, member, parts, 1, in, b.outputs, mine.tile,
                [&](int, int column, int lanes, int row, int rows, const float* out) {
@@ -307,7 +347,7 @@ private:
     // The normed hidden state of an output row, with what the token before it says where that is known.
     const float* final_row(const Member& member, int output, bool is_said) {
         float* row = own[member.index].row;
-        k.rms_norm(x + (size_t)b.logits_rows[output] * m.hidden, m.final_norm, m.eps, m.hidden, row);
+        k.rms_norm(output_row(output), m.final_norm, m.eps, m.hidden, row);
         if (in_order() && is_said) k.add(row, after + (size_t)(output / rounds()) * m.hidden, m.hidden);
         return row;
     }
@@ -384,7 +424,7 @@ private:
     const AttentionPass pass;
     PagedAttention paged;
     Needs hidden_needs, attended_needs, inner_needs;
-    float *x, *qkv, *attended, *added, *after, *peaks;
+    float *x, *qkv, *attended, *added, *kept_x, *kept_attended, *after, *peaks;
     int32_t* candidate;
     Activations hidden_in, attended_in, inner_in;
     Own* own;
