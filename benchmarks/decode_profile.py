@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Annotated
 
@@ -49,13 +50,16 @@ class TimedWorker(PlainWorker):
     def __init__(self, runner: ModelRunner, eos_token_ids: frozenset[int], width: int) -> None:
         super().__init__(runner, eos_token_ids)
         self._width = width
-        self._sent: float | None = None  # when the last token of a step that counts went out
+        self._sent: float | None = (
+            None  # when the pass of a step that counts was done, or a token of it chosen since
+        )
         self._sampling = 0.0
         self.parts: dict[str, list[float]] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget what was noted."""
+        self._sent = None
         self.parts = {name: [] for name in _PARTS}
 
     def run_pass(self, steps: Sequence[SequenceStep]) -> Rows:
@@ -74,11 +78,10 @@ class TimedWorker(PlainWorker):
         return rows
 
     def choose(self, step: SequenceStep, rows: Rows) -> list[tuple[int, TokenLogprob | None]]:
-        start = time.perf_counter()
         chosen = super().choose(step, rows)
-        end = time.perf_counter()
-        self._sampling += end - start
         if self._sent is not None:
+            end = time.perf_counter()
+            self._sampling += end - self._sent
             self._sent = end
         return chosen
 
@@ -98,8 +101,8 @@ def serving(settings: EngineSettings, width: int) -> Iterator[tuple[ApplicationC
     thread.start()
     try:
         while not lifecycle.ready:
-            if lifecycle.error is not None:
-                raise ValueError(lifecycle.error)
+            if lifecycle.error is not None or not thread.is_alive():
+                raise ValueError(lifecycle.error or "the server ended")
             time.sleep(0.01)
         yield container, worker, listener.getsockname()[1]
     finally:
@@ -110,17 +113,19 @@ def serving(settings: EngineSettings, width: int) -> Iterator[tuple[ApplicationC
 def read_here(
     container: ApplicationContainer, prompts: Sequence[list[int]], sampling: SamplingParams
 ) -> None:
-    """Decode all prompts at once for nobody."""
-    left = threading.Semaphore(0)
+    """Decode all prompts at once for nobody. Raises RuntimeError where one does not come to its end."""
+    ends: SimpleQueue[OutputEvent] = SimpleQueue()
 
     def sink(event: OutputEvent) -> None:
         if event.finish_reason is not None:
-            left.release()
+            ends.put(event)
 
-    for i, prompt in enumerate(prompts):
-        container.engine().submit(Request(f"profile-{i}", prompt, sampling, sink))
+    container.engine().submit(
+        *(Request(f"profile-{i}", prompt, sampling, sink) for i, prompt in enumerate(prompts))
+    )
     for _ in prompts:
-        left.acquire()
+        if (end := ends.get()).finish_reason != "length":
+            raise RuntimeError(f"a request ended with {end.finish_reason}: {end.error}")
 
 
 def read_over_http(port: int, prompts: Sequence[list[int]], max_tokens: int) -> None:

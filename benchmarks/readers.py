@@ -1,7 +1,7 @@
 """Clients that stream completions and do nothing with them: a server's work for readers, without the work of those.
 
 Started by `decode_profile.py`. Reads one JSON line, {"port", "bodies": [...]}, sends every body as a request of its own
-and ends when all answers have: with 1, and the answer, if one of them was no stream that came to its end.
+and ends when all answers have: with 1, and the end of the answer, if one of them was no whole stream.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import selectors
 import socket
 import sys
 
-_TAIL = 64  # bytes of an answer that are kept: enough for its last event
+_TAIL = 1024  # bytes of an answer that are kept: its last event, or an error whole
 
 
 def read_all(port: int, bodies: list[dict[str, object]]) -> str | None:
-    """The first answer that did not end as it should, or None."""
+    """The end of the first answer that did not end as it should, or None."""
     selector = selectors.DefaultSelector()
     for body in bodies:
         data = json.dumps(body).encode()

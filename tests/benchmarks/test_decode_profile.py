@@ -35,7 +35,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "x" * 600, "Why?")))
     model = save_tiny_model(tmp_path)
     flags = f"--model {model} --device cpu --dtype float32 --max-total-tokens 512 --chunked-prefill-size 4 --prompts {prompts}"
-    run_flags = [*flags.split(), "--max-tokens", "12", "--streams", "3", "--repeats", "1", "--json"]
+    run_flags = [*flags.split(), "--max-tokens", "48", "--streams", "3", "--repeats", "1", "--json"]
     assert run(decode_profile, run_flags) == 0
     out = capsys.readouterr().out.splitlines()
     parts = json.loads(out[-1])["parts"]

@@ -39,7 +39,7 @@ SHAPES = [
     Shape(),
     Shape(heads=3, kv_heads=3, head_dim=16, window=1),
     Shape(heads=5, kv_heads=1, head_dim=80, window=37),
-    Shape(heads=40, kv_heads=1, head_dim=48, latent=True),  # more heads than are worked on at once
+    Shape(heads=40, kv_heads=1, head_dim=48, latent=True),  # more heads than a short run has queries
     Shape(heads=16, kv_heads=2, head_dim=144, window=200),
 ]
 
@@ -102,23 +102,30 @@ class Cache:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
 
 
+def error_bound(isa: str, dtype: torch.dtype) -> float:
+    """Tile registers take queries and weights of values rounded to bfloat16, too."""
+    return 2e-2 if dtype != torch.float32 and isa == "amx" else 2e-5
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 def test_it_is_attention(isa: str, shape: Shape, dtype: torch.dtype) -> None:
     cache = Cache(shape, dtype)
-    bound = 2e-2 if dtype != torch.float32 and isa == "amx" else 2e-5  # rounds queries and weights, too
+    bound = error_bound(isa, dtype)
     for parts in ([(1, 0, 270)], [(1, 270, 271), (0, 0, 45), (2, 0, 1)], [(1, 271, WIDTH)]):
         expected = torch.cat([cache.expected(*part) for part in parts])
         torch.testing.assert_close(cache.attend(parts).double(), expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_queries_see_each_other_both_ways_when_not_causal(isa: str, shape: Shape) -> None:
-    cache = Cache(shape)
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+def test_queries_see_each_other_both_ways_when_not_causal(isa: str, shape: Shape, dtype: torch.dtype) -> None:
+    cache = Cache(shape, dtype)
     cache.attend([(0, 0, 150)])
     parts = [(2, 0, 30), (0, 150, 166)]
     expected = torch.cat([cache.expected(*part, causal=False) for part in parts])
-    torch.testing.assert_close(cache.attend(parts, causal=False).double(), expected, atol=2e-5, rtol=2e-5)
+    bound = error_bound(isa, dtype)
+    torch.testing.assert_close(cache.attend(parts, causal=False).double(), expected, atol=bound, rtol=bound)
 
 
 def test_the_pool_holds_what_was_given_rounded_as_torch_rounds(isa: str) -> None:

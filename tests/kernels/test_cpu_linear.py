@@ -145,6 +145,14 @@ def test_a_row_does_not_depend_on_its_company(isa: str, name: str) -> None:
         assert torch.equal(linear(x[row : row + 1], packed), together[row : row + 1])
 
 
+@pytest.mark.parametrize("name", QUANTISED)
+def test_rows_of_more_groups_than_are_unpacked_at_once_are_exact(isa: str, name: str) -> None:
+    for columns in (1024,) if name.endswith("K") else (32, 800, 1568):  # 1, 25 and 49 groups
+        packed, x = pack(file_weight(name, columns=columns)), inputs(33, columns)
+        alone = torch.cat([linear(row[None], packed) for row in x])
+        assert torch.equal(linear(x, packed), alone)
+
+
 PACKED = {name: pack(file_weight(name)) for name in QUANTISED} if library.available() else {}
 
 

@@ -99,6 +99,25 @@ def test_contexts_longer_than_a_split_are_those_of_transformers(isa: str) -> Non
     torch.testing.assert_close(torch.cat([prompt, last]), expected, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("make", (llama, gemma3))
+@pytest.mark.parametrize("rows", ([], [69], [3, 3, 0], list(range(17, 57))), ids=len)
+@pytest.mark.parametrize("threads", (1, 3))
+def test_logits_of_some_rows_are_those_of_all_rows(
+    make: Callable[[], PreTrainedModel], rows: list[int], threads: int
+) -> None:
+    """Rows that no logits are wanted of leave the last layer, but for their keys and values, unless it is captured."""
+    plan, ids = quantised_plan(make), tokens(70)
+    with running_on(library.isa(), threads):
+        for captured in ([], [0], [1]):
+            whole, part = Pool(plan), Pool(plan)
+            logits, states = whole.plan.run(whole.batch([(0, ids, 70)], capture_layers=captured))
+            batch = part.batch([(0, ids, 70)], capture_layers=captured, logits_rows=torch.tensor(rows).long())
+            some, some_states = part.plan.run(batch)
+            assert torch.equal(some, logits[rows])
+            assert all(torch.equal(some_states[layer], states[layer]) for layer in captured)
+            assert torch.equal(part.logits((0, ids, 1)), whole.logits((0, ids, 1)))
+
+
 def test_queries_see_each_other_both_ways_when_not_causal() -> None:
     model, ids = randomised(llama), tokens(40)
     mask = torch.zeros(1, 1, 40, 40)

@@ -121,7 +121,7 @@ static void soften(const AttentionItem& item, int base, int begin, int count, co
         correction[i] = before - larger[i];
         maxima[begin + i] = larger[i];
     }
-    for (int i = 0; i < kQueryBlock; i += 16) store(correction + i, exp(load(correction + i)));
+    for (int i = 0; i < count; i += 16) store(correction + i, exp(load(correction + i)));
     for (int i = 0; i < count; i++) {
         float* s = scores + kKvBlock * i;
         float* sums = rows + (size_t)i * attention_row(item.head_dim) + item.head_dim;

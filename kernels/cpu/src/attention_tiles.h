@@ -1,5 +1,5 @@
 // Attention over caches of bfloat16, and of bytes, which bfloat16 holds exactly, in tile registers: a split of 128
-// positions at a time, for up to 16 queries.
+// positions at a time, 16 queries in each tile.
 //
 // Keys lie in a cache of bfloat16 as a tile wants its rows, so scores come out transposed: [position][query], with as
 // many queries side by side as there are (4, 8 or 16), and the softmax goes over positions without a horizontal step.
@@ -187,14 +187,17 @@ template <int kLanes>
 static void score_keys(const SplitKeys& keys, int positions, int begin, int head_dim, const TileMemory& memory,
                        float* scores) {
     const uint32_t* queries = memory.queries + begin / kTileRows * query_words(head_dim);
-    constexpr int tiles = kLanes == 16 ? 4 : 1;
-    int tile = 0;
-    for (; tile + tiles <= positions / kTileRows; tile += tiles)
-        score_tiles<kLanes, tiles>(keys.rows + tile, keys.stride + tile, queries, head_dim,
-                                   scores + (size_t)tile * kTileRows * kLanes);
-    if (tile < positions / kTileRows)
-        score_tiles<kLanes, tiles == 4 ? 2 : 1>(keys.rows + tile, keys.stride + tile, queries, head_dim,
-                                                scores + (size_t)tile * kTileRows * kLanes);
+    auto run = [&]<int kTiles>(int tile) {
+        score_tiles<kLanes, kTiles>(keys.rows + tile, keys.stride + tile, queries, head_dim,
+                                    scores + (size_t)tile * kTileRows * kLanes);
+    };
+    const int tiles = positions / kTileRows;
+    if constexpr (kLanes < 16) {
+        for (int tile = 0; tile < tiles; tile++) run.template operator()<1>(tile);
+    } else {
+        for (int tile = 0; tile + 4 <= tiles; tile += 4) run.template operator()<4>(tile);
+        if (tiles % 4 != 0) run.template operator()<2>(tiles - 2);  // a block has two
+    }
 }
 
 // Pairs of the values of 32 positions from `base`. Those beyond the context, whose probability is zero, are zeros.
@@ -365,6 +368,11 @@ template <KvDtype kDtype>
 static void attend_split(const AttentionItem& item, int base, float* maxima, float* rows, const TileMemory& memory) {
     const int left = item.context - base < kKvSplit ? item.context - base : kKvSplit;
     const int positions = (left + kKvBlock - 1) / kKvBlock * kKvBlock, padded = padded_dim(item.head_dim);
+    // Queries [first, last), which go by position, see some of these.
+    int first = 0, last = (item.count + kTileRows - 1) / kTileRows * kTileRows;
+    while (first < last && item.last[first + queries_from(item, first) - 1] <= base) first += kTileRows;
+    while (first < last && item.first[last - kTileRows] >= base + left) last -= kTileRows;
+    if (first == last) return;
     for (int p = 0; p < positions; p += kKvBlock)
         pair_values<kDtype>(item, base + p, memory.values + (size_t)p / 2 * padded);
     SplitKeys keys;
@@ -372,29 +380,30 @@ static void attend_split(const AttentionItem& item, int base, float* maxima, flo
     SplitScales scales;
     if constexpr (has_scales(kDtype)) take_scales(item, base, left, scales);
     alignas(64) float split_maxima[4][16], totals[4][16];
-    // Queries [first, last), which go by position; `kLanes` suits the last 16 of them.
-    auto run = [&]<int kLanes>(int first, int last) {
-        auto is_in = [&](int q) { return first <= q && q < last; };
-        for (int q = first, part = 0; q < last + 3 * kTileRows; q += kTileRows, part++) {
-            if (is_in(q)) score_keys<kLanes>(keys, positions, q, item.head_dim, memory, memory.scores[part % 2]);
-            if (const int at = q - kTileRows; is_in(at)) {
-                soften<kDtype, kLanes>(item, base, positions, at, queries_from(item, at), scales,
-                                       memory.scores[(part - 1) % 2], memory.probabilities, split_maxima[(part - 1) % 4],
-                                       totals[(part - 1) % 4]);
-                turn_probabilities(memory.probabilities, positions, kLanes, memory.weights[(part - 1) % 2]);
-            }
-            if (is_in(q - 2 * kTileRows))
-                weigh_values(memory.weights[part % 2], memory.values, positions, padded, memory.sums[part % 2]);
-            if (const int at = q - 3 * kTileRows; is_in(at))
-                take_split(memory.sums[(part - 1) % 2], queries_from(item, at), item.head_dim,
-                           split_maxima[(part - 3) % 4], totals[(part - 3) % 4], maxima + at,
+    // Queries [begin, end), with lanes that suit each 16 of them.
+    auto run = [&]<int kLanes>(int begin, int end) {
+        auto stage = [&](int q, auto take) {
+            const int nth = q / kTileRows;
+            if (begin <= q && q < end) take(q, nth % 2, split_maxima[nth % 4], totals[nth % 4]);
+        };
+        for (int q = begin; q < end + 3 * kTileRows; q += kTileRows) {
+            stage(q, [&](int at, int turn, float*, float*) {
+                score_keys<kLanes>(keys, positions, at, item.head_dim, memory, memory.scores[turn]);
+            });
+            stage(q - kTileRows, [&](int at, int turn, float* maximum, float* total) {
+                soften<kDtype, kLanes>(item, base, positions, at, queries_from(item, at), scales, memory.scores[turn],
+                                       memory.probabilities, maximum, total);
+                turn_probabilities(memory.probabilities, positions, kLanes, memory.weights[turn]);
+            });
+            stage(q - 2 * kTileRows, [&](int, int turn, float*, float*) {
+                weigh_values(memory.weights[turn], memory.values, positions, padded, memory.sums[turn]);
+            });
+            stage(q - 3 * kTileRows, [&](int at, int turn, const float* maximum, const float* total) {
+                take_split(memory.sums[turn], queries_from(item, at), item.head_dim, maximum, total, maxima + at,
                            rows + (size_t)at * attention_row(item.head_dim));
+            });
         }
     };
-    int first = 0, last = (item.count + kTileRows - 1) / kTileRows * kTileRows;
-    while (first < last && item.last[first + queries_from(item, first) - 1] <= base) first += kTileRows;
-    while (first < last && item.first[last - kTileRows] >= base + left) last -= kTileRows;
-    if (first == last) return;
     const int lanes = lanes_of(queries_from(item, last - kTileRows)), whole = lanes == 16 ? last : last - kTileRows;
     if (first < whole) configure_attention(16), run.template operator()<16>(first, whole);
     if (lanes < 16) configure_attention(lanes);

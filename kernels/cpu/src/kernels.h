@@ -146,6 +146,7 @@ const Kernels& kernels();  // those of this machine
 static inline size_t attention_scratch(int head_dim) {
     const size_t dim = (size_t)(head_dim + 31) / 32 * 32;
     const size_t in_blocks = kQueryBlock * kKvBlock + 2 * kKvBlock * dim;
+    // In the order of tile_memory in attention_tiles.h.
     const size_t in_tiles = 7 * kKvSplit / 2 * 16 + kQueryBlock + (kQueryBlock / 2 + 8 + kKvSplit + 2 * 16) * dim;
     return kQueryBlock * attention_row(head_dim) + (in_blocks > in_tiles ? in_blocks : in_tiles);
 }

@@ -105,6 +105,7 @@ static void release_tiles() {
 // all of it claimed, which would keep the rows that are being accumulated out of registers.
 template <int kSum, int kA, int kW>
 static inline void tile_dot(const int8_t* activations, const uint8_t* weights) {
+    constexpr int part = kA == kActs ? 1 : 2;
     asm volatile(
         "tilezero %%tmm%c[sums]\n\t"
         "tileloadd (%[a],%[a_stride],1), %%tmm%c[acts]\n\t"
@@ -112,8 +113,8 @@ static inline void tile_dot(const int8_t* activations, const uint8_t* weights) {
         "tdpbsud %%tmm%c[weights], %%tmm%c[acts], %%tmm%c[sums]"
         :
         : [a] "r"(activations), [a_stride] "r"((long)kGroup), [w] "r"(weights), [line] "r"(64L), [sums] "i"(kSums + kSum),
-          [acts] "i"(kA), [weights] "i"(kW), "m"(*(const int8_t(*)[kBlockRows * kGroup])activations),
-          "m"(*(const uint8_t(*)[16 * kGroup])weights));
+          [acts] "i"(kA), [weights] "i"(kW), "m"(*(const int8_t(*)[(kBlockRows - 1) * kGroup + kGroup / part])activations),
+          "m"(*(const uint8_t(*)[16 * kGroup / part])weights));
 }
 template <int kSum>
 static inline void store_sums(int32_t* sums) {
@@ -128,10 +129,10 @@ static inline const uint8_t* group_lines(const uint8_t* tile, int g) {
     return tile + (size_t)(g / groups_per_tile) * F::bytes + (size_t)(g % groups_per_tile) * F::Lines::bytes;
 }
 
-// Adds groups [begin, end), a multiple of kAhead, to out [16][16]. The tile unit multiplies the next kAhead groups before
+// Adds groups [begin, end), which kAhead divides, to out [16][16]. The tile unit multiplies the next kAhead groups before
 // these are accumulated: what it stores cannot be loaded at once. The first block of rows to come by also fetches the
-// weights that follow these: later, unpacking would wait for them. Flattened, and without a branch on the way: else the
-// sums would stay in memory.
+// weights that follow these: later, unpacking would wait for them. Flattened, and a whole kAhead at a time: else y would
+// lie in memory.
 template <class F, bool kFetch, int kAhead>
 [[gnu::flatten]] static void block_rows(const uint8_t* tile, const uint8_t* weights, int begin, int end,
                                         const Record* records, float* out) {
@@ -194,13 +195,14 @@ static void row_blocks(const uint8_t* tile, int groups, const Record* records, i
             F::Lines::unpack(group_lines<F>(tile, g), w);
             for (int j = 0; j < 8; j++) store_i(weights + (size_t)(g - begin) * 512 + 64 * j, w[j]);
         }
-        const int even = end - (end - begin) % 2;
+        const int pairs_end = end - (end - begin) % 2;
         for (int b = 0; b < blocks; b++) {
             auto add_pairs = b == 0 ? block_rows<F, true, 2> : block_rows<F, false, 2>;
             const Record* x = records + (size_t)b * groups;
             float* to = out + (size_t)b * kBlockRows * kLanes;
-            if (even > begin) add_pairs(tile, weights, begin, even, x, to);
-            if (even < end) block_rows<F, true, 1>(tile, weights + (size_t)(even - begin) * 512, even, end, x, to);
+            if (pairs_end > begin) add_pairs(tile, weights, begin, pairs_end, x, to);
+            if (pairs_end == end) continue;
+            block_rows<F, false, 1>(tile, weights + (size_t)(pairs_end - begin) * 512, pairs_end, end, x, to);
         }
     }
 }

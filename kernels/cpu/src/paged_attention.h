@@ -52,11 +52,12 @@ public:
     PagedAttention(const Kernels& k, const AttentionPass& pass, int layers, int threads)
         : k(k), p(pass), kv(pass.kv), layers(layers), threads(threads), group(pass.heads / pass.kv.kv_heads) {
         const int enough = 4 * threads;
-        int longest = 1, whole = 0;
+        length = kQueryBlock;
+        if (threads > 1 && count(false) < enough) length = kShortRun;
+        int longest = 1;
         for (int s = 0; s < p.sequences; s++) longest = max(longest, p.query_lens[s] * group);
-        for (length = kQueryBlock; (whole = count(false)) < enough && length > kShortRun;) length /= 3;
-        length = min(length, (longest + 15) / 16 * 16);  // no two items share a cache line
-        const int with_splits = count(true);
+        length = min(length, (longest + 15) / 16 * 16);  // partial maxima of two items share no cache line
+        const int whole = count(false), with_splits = count(true);
         share_splits = threads > 1 && whole < enough && with_splits > whole;
         items = share_splits ? with_splits : whole;
     }
@@ -122,7 +123,7 @@ private:
         return sequences[low];
     }
 
-    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int index, int kv_head) const {
+    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int run, int kv_head) const {
         AttentionItem item;
         const size_t first = kv.entry(layer.layer, 0, kv_head);
         item.key = kv.key + first * kv.entry_bytes(), item.value = kv.value + first * kv.entry_bytes();
@@ -132,8 +133,8 @@ private:
         item.scale_stride = kv.dtype == kKvInt8 ? kv.kv_heads : 0;
         item.head_dim = kv.head_dim, item.scale = p.scale, item.dtype = kv.dtype;
         item.slots = s.slots, item.context = s.context, item.count = 0;
-        const int end = min(s.queries * group, (index + 1) * length);
-        for (int i = index * length; i < end; i++) {
+        const int end = min(s.queries * group, (run + 1) * length);
+        for (int i = run * length; i < end; i++) {
             const int token = i / group, position = s.context - s.queries + token, q = item.count++;
             const size_t row = s.row + token, at = (size_t)(kv_head * group + i % group) * kv.head_dim;
             item.query[q] = layer.query + row * layer.query_stride + at;
@@ -147,8 +148,8 @@ private:
     void attend(const Member& member, const AttentionLayer& layer, int index) {
         const Sequence& s = sequence_of(index);
         const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
-        const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits;
-        const AttentionItem item = item_of(s, layer, local / kv.kv_heads / splits, kv_head);
+        const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits, run = local / kv.kv_heads / splits;
+        const AttentionItem item = item_of(s, layer, run, kv_head);
         const size_t stride = attention_row(kv.head_dim);
         float* mine = scratch + member.index * attention_scratch(kv.head_dim);
         float own_maxima[kQueryBlock];
@@ -157,7 +158,8 @@ private:
         for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
         std::memset(rows, 0, sizeof(float) * item.count * stride);
         if (share_splits) return k.attend(item, split, split + 1, maxima, rows, mine);
-        k.attend(item, item.first[0] / kKvSplit, s.splits, maxima, rows, mine);
+        const int last = item.last[item.count - 1];  // queries go by position
+        k.attend(item, item.first[0] / kKvSplit, (last + kKvSplit - 1) / kKvSplit, maxima, rows, mine);
         for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
     }
 
@@ -167,14 +169,14 @@ private:
             const Sequence& s = sequences[n];
             for (int i = 0; i < s.runs * kv.kv_heads; i++) {
                 if (claimed++ % member.threads != member.index) continue;
-                const int nth = i / kv.kv_heads, kv_head = i % kv.kv_heads;
-                const AttentionItem item = item_of(s, layer, nth, kv_head);
+                const int run = i / kv.kv_heads, kv_head = i % kv.kv_heads;
+                const AttentionItem item = item_of(s, layer, run, kv_head);
                 const size_t stride = attention_row(kv.head_dim);
                 float *rows = softmax + member.index * softmax_size(), maxima[kQueryBlock];
                 for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
                 std::memset(rows, 0, sizeof(float) * item.count * stride);
                 for (int split = 0; split < s.splits; split++) {
-                    const int index = s.first_item + (nth * s.splits + split) * kv.kv_heads + kv_head;
+                    const int index = s.first_item + (run * s.splits + split) * kv.kv_heads + kv_head;
                     const size_t at = (size_t)index * length;
                     k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, kv.head_dim);
                 }

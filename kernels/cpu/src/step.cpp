@@ -18,7 +18,7 @@ class Step {
 public:
     Step(const Model& model, const Batch& batch, int threads)
         : m(model), b(batch), k(kernels()), threads(threads), q_size(model.heads * model.head_dim),
-          kv_size(model.kv_heads * model.head_dim), pass(pass_of(model, batch)),
+          kv_size(model.kv_heads * model.head_dim), drops_rows(may_drop_rows(model, batch)), pass(pass_of(model, batch)),
           paged(k, pass, model.num_layers, threads) {}
 
     // Lays out all memory in `space`; run against an empty one it only measures.
@@ -35,7 +35,7 @@ public:
         qkv = space.take<float>((size_t)b.tokens * (q_size + 2 * kv_size));
         attended = space.take<float>((size_t)b.tokens * q_size);
         added = space.take<float>((size_t)b.tokens * m.hidden);
-        const size_t kept = drops_rows() ? b.outputs : 0;
+        const size_t kept = drops_rows ? b.outputs : 0;
         kept_x = space.take<float>(kept * m.hidden);
         kept_attended = space.take<float>(kept * q_size);
         hidden_in = take_activations(space, rows, m.hidden, hidden_needs);
@@ -87,7 +87,7 @@ public:
         Rows rows = {b.tokens, x, attended};
         for (int l = 0; l < m.num_layers; l++) {
             attend(member, l);
-            if (l == m.num_layers - 1 && drops_rows()) rows = keep_outputs(member);
+            if (l == m.num_layers - 1 && drops_rows) rows = keep_outputs(member);
             add_attended(member, l, rows);
             mlp(member, l, rows);
             capture(member, l);
@@ -181,7 +181,7 @@ private:
     }
 
     // Of the last layer nothing is read but the rows that logits are wanted of.
-    bool drops_rows() const {
+    static bool may_drop_rows(const Model& m, const Batch& b) {
         for (int c = 0; c < b.num_captures; c++)
             if (b.capture_layers[c] == m.num_layers - 1) return false;
         return b.outputs < b.tokens;
@@ -200,7 +200,7 @@ private:
     }
 
     const float* output_row(int i) const {
-        return drops_rows() ? kept_x + (size_t)i * m.hidden : x + (size_t)b.logits_rows[i] * m.hidden;
+        return drops_rows ? kept_x + (size_t)i * m.hidden : x + (size_t)b.logits_rows[i] * m.hidden;
     }
 
     void attend(const Member& member, int l) {
@@ -253,18 +253,22 @@ private:
         Own& mine = own[member.index];
         const Activations& in = prepare(member, rows.count, layer.mlp_norm, hidden_in, mine.hidden_in,
                                         [&](int r) { return rows.x + (size_t)r * m.hidden; });
-        int first, last;
-        member.share(m.intermediate / kGroup, first, last);
-        for (int row = 0; row < rows.count; row += kRowChunk) {
+        auto run = [&](int row, int g) {
             const int count = min(kRowChunk, rows.count - row);
-            for (int g = first; g < last; g++) {
-                for (int tile = 0; tile < 2; tile++) {
-                    product(layer.gate, 2 * g + tile, in, row, count, mine.tile);
-                    product(layer.up, 2 * g + tile, in, row, count, mine.up);
-                    k.gate(mine.tile, mine.up, count, m.activation, mine.inner + 16 * tile, kGroup);
-                }
-                for (int r = 0; r < count; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
+            for (int tile = 0; tile < 2; tile++) {
+                product(layer.gate, 2 * g + tile, in, row, count, mine.tile);
+                product(layer.up, 2 * g + tile, in, row, count, mine.up);
+                k.gate(mine.tile, mine.up, count, m.activation, mine.inner + 16 * tile, kGroup);
             }
+            for (int r = 0; r < count; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
+        };
+        const int groups = m.intermediate / kGroup;
+        if (rows.count <= kPrivateRows) {  // as in `linear`
+            int first, last;
+            member.share(groups, first, last);
+            for (int g = first; g < last && rows.count > 0; g++) run(0, g);
+        } else {
+            member.take_turns(chunks_of(rows.count) * groups, [&](int i) { run(i / groups * kRowChunk, i % groups); });
         }
         member.sync();
         add_product(member, layer.down, inner_in, layer.mlp_out_norm, rows);
@@ -326,7 +330,8 @@ private:
                        const float peak = *std::max_element(out, out + lanes);
                        peaks[(size_t)i * tiles_of(m.head) + column / 16] = std::isnan(peak) ? -INFINITY : peak;
                    }
-               });
+               },
+               true);
         member.sync();
         settle(member, 0, rows);
         if (rounds() == 1) return;
@@ -381,7 +386,7 @@ private:
         }
     }
 
-    // Members hold ascending columns, so the first of equals wins.
+    // Members hold runs of ascending columns, so the first of equals wins, and sums are made in one order.
     void settle(const Member& member, int round, int rows) {
         Own& mine = own[member.index];
         for (int r = 0; r < rows; r++) {
@@ -421,6 +426,7 @@ private:
     const Batch& b;
     const Kernels& k;
     const int threads, q_size, kv_size;
+    const bool drops_rows;
     const AttentionPass pass;
     PagedAttention paged;
     Needs hidden_needs, attended_needs, inner_needs;

@@ -79,7 +79,7 @@ void Signal::wait_past(uint32_t seen) {
 void Barrier::wait() {
     const uint32_t seen = opened_.now();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-        arrived_.store(0, std::memory_order_relaxed);
+        arrived_.store(0, std::memory_order_relaxed), claimed_.store(0, std::memory_order_relaxed);
         opened_.advance();
     } else {
         opened_.wait_past(seen);

@@ -19,12 +19,17 @@ private:
 
 class Barrier {
 public:
-    void reset(int threads) { threads_ = threads, arrived_.store(0, std::memory_order_relaxed); }
+    void reset(int threads) {
+        threads_ = threads;
+        arrived_.store(0, std::memory_order_relaxed), claimed_.store(0, std::memory_order_relaxed);
+    }
     void wait();
+    int claim() { return claimed_.fetch_add(1, std::memory_order_relaxed); }  // 0, 1, 2, ... since the last wait
 
 private:
     int threads_ = 1;
     std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> claimed_{0};
     Signal opened_;
 };
 
@@ -39,6 +44,16 @@ struct Member {
     void share(int count, int& first, int& last) const {
         first = (int)((int64_t)count * index / threads);
         last = (int)((int64_t)count * (index + 1) / threads);
+    }
+    // work(i) for those i of [0, count) that come to this member: whoever is free takes the next, as cores are not all
+    // equally fast. There is a sync between two such loops.
+    template <class Work>
+    void take_turns(int count, Work work) const {
+        if (threads == 1) {
+            for (int i = 0; i < count; i++) work(i);
+            return;
+        }
+        for (int i; (i = barrier->claim()) < count;) work(i);
     }
 };
 
