@@ -6,46 +6,72 @@ least of many runs, so that other work on the machine disturbs them little.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
+import sys
 import time
 from collections.abc import Callable
+from typing import Annotated, Literal
 
+import msgspec
 import torch
+from command import run
+from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from kernels.cpu import library
 from kernels.cpu.linear import linear, pack
 from kernels.packed import PackedWeight
 
+Format = Literal["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F32"]
+
 BYTES = 96_000_000  # of weights in turn
-BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # for 32 columns
+BLOCK_BYTES: dict[str, int] = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # for 32 columns
+FLOATS: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+_SEVERAL = Parameter(consume_multiple=True)
+_AT_LEAST_ONE = Parameter(validator=Number(gte=1))
 
 
-def main() -> None:
-    """Print a table; with --json, a last line with one object."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--formats", nargs="+", default=["Q4_1", "Q8_0", "BF16"])
-    parser.add_argument("--shape", nargs=2, type=int, default=[3072, 576], metavar=("ROWS", "COLUMNS"))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 8, 16, 64, 512])
-    parser.add_argument("--threads", type=int, help="size of the thread team (default: physical cores)")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    if options.threads:
-        library.set_threads(options.threads)
+def kernels_cpu(
+    *,
+    formats: Annotated[tuple[Format, ...], _SEVERAL] = ("Q4_1", "Q8_0", "BF16"),
+    shape: tuple[int, int] = (3072, 576),
+    batch: Annotated[tuple[Annotated[int, _AT_LEAST_ONE], ...], _SEVERAL] = (1, 4, 8, 16, 64, 512),
+    threads: Annotated[int | None, _AT_LEAST_ONE] = None,
+    repeats: Annotated[int, _AT_LEAST_ONE] = 15,
+    json: bool = False,
+) -> int:
+    """Time native CPU products by themselves. No model is loaded.
 
-    bandwidth = read_bandwidth(library.threads(), options.repeats)
-    rows, columns = options.shape
+    Parameters
+    ----------
+    formats
+        Of the weights.
+    shape
+        Rows and columns of a weight.
+    batch
+        Rows of activations.
+    threads
+        Size of the thread team (default: physical cores).
+    repeats
+        Runs, of which the fastest counts.
+    json
+        The last line of stdout is one JSON object.
+    """
+    if threads:
+        library.set_threads(threads)
+
+    bandwidth = read_bandwidth(library.threads(), repeats)
+    rows, columns = shape
     print(f"{library.isa()}, {library.threads()} threads, read bandwidth {bandwidth:.1f} GB/s")
     print(f"{'format':8}{'rows':>6}{'us':>10}{'GB/s':>8}{'of read':>9}{'GMAC/s':>9}{'x 1 row':>9}")
     results = []
-    for name in options.formats:
+    for name in formats:
         weights = copies(name, rows, columns)
         size = weights[0].data.nbytes
         alone = None
-        for count in options.batch:
-            seconds = time_product(weights, torch.randn(count, columns), options.repeats)
+        for count in batch:
+            seconds = time_product(weights, torch.randn(count, columns), repeats)
             alone = alone or seconds
             result = {
                 "format": name,
@@ -60,16 +86,18 @@ def main() -> None:
                 f"{name:8}{count:6}{result['us']:10.1f}{result['gb_per_s']:8.1f}"
                 f"{result['gb_per_s'] / bandwidth:9.0%}{result['gmac_per_s']:9.0f}{seconds / alone:9.2f}"
             )
-    if options.json:
-        print(json.dumps({"isa": library.isa(), "read_gb_per_s": bandwidth, "products": results}))
+    if json:
+        found = {"isa": library.isa(), "read_gb_per_s": bandwidth, "products": results}
+        print(msgspec.json.encode(found).decode())
+    return 0
 
 
-def least(run: Callable[[], object], repeats: int) -> float:
+def least(work: Callable[[], object], repeats: int) -> float:
     """Seconds of the fastest of `repeats` runs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        run()
+        work()
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -89,7 +117,7 @@ def copies(name: str, rows: int, columns: int) -> list[PackedWeight]:
         # Bytes under 60 are small positive numbers wherever a block keeps its scales.
         data = torch.randint(60, (rows, columns // 32 * BLOCK_BYTES[name]), dtype=torch.uint8)
     else:
-        data = torch.randn(rows, columns).to({"BF16": torch.bfloat16, "F32": torch.float32}[name])
+        data = torch.randn(rows, columns).to(FLOATS[name])
     weight = PackedWeight(name, data, rows, columns)
     return [pack(weight) for _ in range(max(1, BYTES // data.nbytes))]
 
@@ -99,12 +127,12 @@ def time_product(weights: list[PackedWeight], x: torch.Tensor, repeats: int) -> 
     in_turn = itertools.cycle(weights)
     few = max(1, min(len(weights), 256 // len(x)))
 
-    def run() -> None:
+    def multiply() -> None:
         for _ in range(few):
             linear(x, next(in_turn))
 
-    return least(run, repeats) / few
+    return least(multiply, repeats) / few
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(kernels_cpu))
