@@ -50,9 +50,8 @@ class TimedWorker(PlainWorker):
     def __init__(self, runner: ModelRunner, eos_token_ids: frozenset[int], width: int) -> None:
         super().__init__(runner, eos_token_ids)
         self._width = width
-        self._sent: float | None = (
-            None  # when the pass of a step that counts was done, or a token of it chosen since
-        )
+        # When the pass of a step that counts was done, or a token of it chosen since.
+        self._sent: float | None = None
         self._sampling = 0.0
         self.parts: dict[str, list[float]] = {}
         self.clear()

@@ -49,7 +49,7 @@ def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "no prompt fits" in capsys.readouterr().err
 
 
-def test_readers_tell_of_an_answer_that_is_no_stream(tmp_path: Path) -> None:
+def test_readers_tell_of_an_answer_that_is_no_stream() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         served = threading.Thread(target=lambda: refuse(listener))

@@ -17,7 +17,6 @@ constexpr int kPrivateRows = kBlockRows;  // so many rows every thread prepares 
 size_t align64(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 int tiles_of(const Weight& w) { return (w.rows + 15) / 16; }
 int blocks_of(int rows) { return (rows + kBlockRows - 1) / kBlockRows; }
-int chunks_of(int rows) { return (rows + kRowChunk - 1) / kRowChunk; }
 int max(int a, int b) { return a > b ? a : b; }
 int min(int a, int b) { return a < b ? a : b; }
 
@@ -84,15 +83,32 @@ void copy_tile(const float* tile, int rows, int lanes, float* to, size_t stride)
     }
 }
 
+// Calls run(row, first, last) until all of `count` things have been done for all rows: for the kRowChunk rows from `row`,
+// those of [first, last). Few rows only wait for the weights, which each member reads in one run; with many rows things go
+// to whoever is free, `at_once` at a time, unless each member's are wanted `in_one_run` as well.
+template <class Run>
+void share_out(const Member& member, int rows, int count, int at_once, bool in_one_run, Run run) {
+    if (rows <= kPrivateRows || in_one_run) {
+        int first, last;
+        member.share(count, first, last);
+        for (int row = 0; row < rows; row += kRowChunk) run(row, first, last);
+        return;
+    }
+    const int chunks = (rows + kRowChunk - 1) / kRowChunk, runs = (count + at_once - 1) / at_once;
+    member.take_turns(chunks * runs, [&](int i) {
+        const int first = i % runs * at_once;
+        run(i / runs * kRowChunk, first, min(first + at_once, count));
+    });
+}
+
 // Runs `done(part, first column, lanes, row, rows, out [rows][16])` over this member's tiles of the parts, which
-// read the same activations. Few rows only wait for the weights, which each member reads in one run; the tiles of many
-// rows go to whoever is free, unless `done` wants each member's in one run as well.
+// read the same activations.
 template <class Done>
 void linear(const Kernels& k, const Member& member, const Weight* const* parts, int count, const Activations& x, int rows,
             float* out, Done done, bool in_one_run = false) {
     int tiles = 0;
     for (int p = 0; p < count; p++) tiles += tiles_of(*parts[p]);
-    auto run = [&](int row, int first, int last) {
+    share_out(member, rows, tiles, 2, in_one_run, [&](int row, int first, int last) {
         const int chunk = min(kRowChunk, rows - row);
         int before = 0;
         for (int p = 0; p < count; before += tiles_of(*parts[p]), p++) {
@@ -107,18 +123,6 @@ void linear(const Kernels& k, const Member& member, const Weight* const* parts, 
                 done(p, 16 * tile, lanes, row, chunk, out);
             }
         }
-    };
-    if (rows <= kPrivateRows || in_one_run) {
-        int first, last;
-        member.share(tiles, first, last);
-        for (int row = 0; row < rows; row += kRowChunk) run(row, first, last);
-        return;
-    }
-    constexpr int at_once = 2;
-    const int runs = (tiles + at_once - 1) / at_once;
-    member.take_turns(chunks_of(rows) * runs, [&](int i) {
-        const int first = i % runs * at_once;
-        run(i / runs * kRowChunk, first, min(first + at_once, tiles));
     });
 }
 

@@ -2,7 +2,6 @@
 // one, of a model whose passes are no steps.
 #pragma once
 
-#include <atomic>
 #include <cmath>
 
 #include "job.h"
@@ -49,8 +48,8 @@ class PagedAttention {
     static constexpr int kShortRun = kQueryBlock / 3;
 
 public:
-    PagedAttention(const Kernels& k, const AttentionPass& pass, int layers, int threads)
-        : k(k), p(pass), kv(pass.kv), layers(layers), threads(threads), group(pass.heads / pass.kv.kv_heads) {
+    PagedAttention(const Kernels& k, const AttentionPass& pass, int threads)
+        : k(k), p(pass), kv(pass.kv), threads(threads), group(pass.heads / pass.kv.kv_heads) {
         const int enough = 4 * threads;
         length = kQueryBlock;
         if (threads > 1 && count(false) < enough) length = kShortRun;
@@ -64,7 +63,6 @@ public:
 
     void lay_out(Workspace& space) {
         sequences = space.take<Sequence>(p.sequences);
-        claims = space.take<std::atomic<int>>(layers);
         softmax = space.take<float>((size_t)threads * softmax_size());
         scratch = space.take<float>((size_t)threads * attention_scratch(kv.head_dim));
         if (!share_splits) return;
@@ -80,16 +78,11 @@ public:
             row += p.query_lens[s];
             item += runs_of(s) * kv.kv_heads * (share_splits ? splits_of(s) : 1);
         }
-        for (int l = 0; l < layers; l++) claims[l].store(0, std::memory_order_relaxed);
     }
 
-    // Keys and values are written; all members call it, and it ends with all of them done. l < layers, each once.
-    void run(const Member& member, int l, const AttentionLayer& layer) {
-        for (;;) {
-            const int item = claims[l].fetch_add(1, std::memory_order_relaxed);
-            if (item >= items) break;
-            attend(member, layer, item);
-        }
+    // Keys and values are written; all members call it, and it ends with all of them done.
+    void run(const Member& member, const AttentionLayer& layer) {
+        member.take_turns(items, [&](int item) { attend(member, layer, item); });
         member.sync();
         if (!share_splits) return;
         merge_splits(member, layer);
@@ -188,12 +181,11 @@ private:
     const Kernels& k;
     const AttentionPass p;
     const KvPool& kv;
-    const int layers, threads, group;
+    const int threads, group;
     int length;  // of a run, in queries
     bool share_splits;
     int items;
     Sequence* sequences = nullptr;
-    std::atomic<int>* claims = nullptr;
     float *softmax = nullptr, *scratch = nullptr, *partial_maxima = nullptr, *partial_rows = nullptr;
 };
 
@@ -204,7 +196,7 @@ struct LayerAttention {
     const Kernels& k = kernels();
     const AttentionPass pass = {c.heads, c.scale, c.sequences, c.query_lens, c.context_lens, c.table_rows,
                                 c.slot_table, c.table_stride, c.kv};
-    PagedAttention attention{k, pass, 1, threads};
+    PagedAttention attention{k, pass, threads};
 
     void lay_out(Workspace& space) { attention.lay_out(space); }
     void fill() { attention.fill(); }
@@ -219,7 +211,7 @@ struct LayerAttention {
             write_entry(k, c.kv, c.layer, c.out_slots[i / kv_heads], i % kv_heads, c.key + at, c.value + at);
         }
         member.sync();
-        attention.run(member, 0, {c.query, (size_t)c.heads * head_dim, c.out, c.layer, c.window, c.causal != 0});
+        attention.run(member, {c.query, (size_t)c.heads * head_dim, c.out, c.layer, c.window, c.causal != 0});
         k.leave(before);
     }
 };

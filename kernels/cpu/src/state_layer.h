@@ -1,8 +1,6 @@
 // A layer with recurrent state over the rows of a pass: linear attention, and the convolution before it.
 #pragma once
 
-#include <atomic>
-
 #include "job.h"
 
 namespace {
@@ -16,23 +14,19 @@ struct Recurrence {
     const int blocks = (c.value_dim + kStateColumns - 1) / kStateColumns, shared = c.heads / c.key_heads;
     const int keys = c.key_heads * c.key_dim, values = c.heads * c.value_dim;  // widths, of a row's parts
     const int width = keys + values + c.heads * (c.delta_rule ? 2 : 1);
-    std::atomic<int>* claimed = nullptr;
     float* states = nullptr;
 
     void lay_out(Workspace& space) {
-        claimed = space.take<std::atomic<int>>(1);
         states = space.take<float>((size_t)threads * c.key_dim * kStateColumns);
     }
-    void fill() { claimed->store(0, std::memory_order_relaxed); }
+    void fill() {}
 
     void run(const Member& member) {
         const unsigned before = k.enter();
         float* state = states + (size_t)member.index * c.key_dim * kStateColumns;
-        for (;;) {
-            const int item = claimed->fetch_add(1, std::memory_order_relaxed);
-            if (item >= c.spans * c.heads * blocks) break;
+        member.take_turns(c.spans * c.heads * blocks, [&](int item) {
             advance(c.span[item / (c.heads * blocks)], item / blocks % c.heads, item % blocks, state);
-        }
+        });
         member.sync();  // recent rows are read no more
         int first, last;
         member.share(c.spans, first, last);

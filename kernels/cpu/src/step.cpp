@@ -19,7 +19,7 @@ public:
     Step(const Model& model, const Batch& batch, int threads)
         : m(model), b(batch), k(kernels()), threads(threads), q_size(model.heads * model.head_dim),
           kv_size(model.kv_heads * model.head_dim), drops_rows(may_drop_rows(model, batch)), pass(pass_of(model, batch)),
-          paged(k, pass, model.num_layers, threads) {}
+          paged(k, pass, threads) {}
 
     // Lays out all memory in `space`; run against an empty one it only measures.
     void lay_out(Workspace& space) {
@@ -218,7 +218,7 @@ private:
         member.sync();
         rotate_and_write(member, layer, l);
         member.sync();
-        paged.run(member, l, {qkv, (size_t)width, attended, l, layer.window, b.causal || layer.causal});
+        paged.run(member, {qkv, (size_t)width, attended, l, layer.window, b.causal || layer.causal});
     }
 
     void add_attended(const Member& member, int l, const Rows& rows) {
@@ -253,23 +253,17 @@ private:
         Own& mine = own[member.index];
         const Activations& in = prepare(member, rows.count, layer.mlp_norm, hidden_in, mine.hidden_in,
                                         [&](int r) { return rows.x + (size_t)r * m.hidden; });
-        auto run = [&](int row, int g) {
+        share_out(member, rows.count, m.intermediate / kGroup, 1, false, [&](int row, int first, int last) {
             const int count = min(kRowChunk, rows.count - row);
-            for (int tile = 0; tile < 2; tile++) {
-                product(layer.gate, 2 * g + tile, in, row, count, mine.tile);
-                product(layer.up, 2 * g + tile, in, row, count, mine.up);
-                k.gate(mine.tile, mine.up, count, m.activation, mine.inner + 16 * tile, kGroup);
+            for (int g = first; g < last; g++) {
+                for (int tile = 0; tile < 2; tile++) {
+                    product(layer.gate, 2 * g + tile, in, row, count, mine.tile);
+                    product(layer.up, 2 * g + tile, in, row, count, mine.up);
+                    k.gate(mine.tile, mine.up, count, m.activation, mine.inner + 16 * tile, kGroup);
+                }
+                for (int r = 0; r < count; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
             }
-            for (int r = 0; r < count; r++) put(k, inner_in, row + r, g * kGroup, kGroup, mine.inner + kGroup * r);
-        };
-        const int groups = m.intermediate / kGroup;
-        if (rows.count <= kPrivateRows) {  // as in `linear`
-            int first, last;
-            member.share(groups, first, last);
-            for (int g = first; g < last && rows.count > 0; g++) run(0, g);
-        } else {
-            member.take_turns(chunks_of(rows.count) * groups, [&](int i) { run(i / groups * kRowChunk, i % groups); });
-        }
+        });
         member.sync();
         add_product(member, layer.down, inner_in, layer.mlp_out_norm, rows);
     }
