@@ -75,6 +75,12 @@ class Process:
             assert self.popen.poll() is None and time.monotonic() < end, self.log
             time.sleep(0.02)
 
+    def read_log_until(self, text: str) -> None:
+        while text not in self.log:
+            line = self._stderr().readline()
+            assert line, self.log
+            self.log += line
+
     def exit_code(self) -> int:
         """Wait for the end, and read what is left of the log."""
         code = self.popen.wait(DEADLINE)
@@ -291,6 +297,7 @@ from engine.plain_worker import PlainWorker
 
 class Stuck(PlainWorker):
     def forward(self, steps):
+        print("a step begins", file=sys.stderr, flush=True)
         threading.Event().wait()
 
 def wire(settings):
@@ -322,6 +329,7 @@ def test_a_step_that_does_not_come_back_cannot_hold_the_process(model: Path) -> 
             pytest.raises(httpx.HTTPError),
             server.client.stream("POST", "/v1/completions", json=body) as answer,
         ):
+            server.read_log_until("a step begins")  # a request that has none yet is answered to its end
             server.popen.send_signal(signal.SIGTERM)
             server.wait_until(503)
             server.popen.send_signal(signal.SIGTERM)
