@@ -49,6 +49,7 @@ X86 = {
     "scalar": [],
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": AVX512,
+    "avx512_bf16": [*AVX512, "-mavx512bf16"],
     "amx": [*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }
 # Compilers for Apple's processors take their dot products for granted, so what has none says so.

@@ -20,7 +20,7 @@ FORMATS = {
     )
 }
 
-ISAS = ("amx", "avx512", "avx2", "neon", "scalar")
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "scalar")
 
 
 class NativeWeight(ctypes.Structure):

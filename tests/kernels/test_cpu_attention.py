@@ -14,7 +14,7 @@ from kernels.cpu import library
 from kernels.cpu.attention import PagedAttention
 from kernels.cpu.kv import KV_DTYPES, KVTensors
 from tests.backends.streams import stored
-from tests.native import needs_native
+from tests.native import BF16_ATTENTION, needs_native
 
 pytestmark = needs_native
 
@@ -103,8 +103,8 @@ class Cache:
 
 
 def error_bound(isa: str, dtype: torch.dtype) -> float:
-    """Tile registers take queries and weights of values rounded to bfloat16, too."""
-    return 2e-2 if dtype != torch.float32 and isa == "amx" else 2e-5
+    """Of one number."""
+    return 2e-2 if dtype != torch.float32 and isa in BF16_ATTENTION else 2e-5
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

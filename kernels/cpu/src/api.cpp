@@ -55,7 +55,9 @@ const Kernels* choose(const char* wanted) {
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vnni");
-    if (is_wanted("amx") && avx512 && __builtin_cpu_supports("avx512bf16") && amx_allowed()) return &kernels_amx;
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    if (is_wanted("amx") && bf16 && amx_allowed()) return &kernels_amx;
+    if (is_wanted("avx512_bf16") && bf16) return &kernels_avx512_bf16;
     if (is_wanted("avx512") && avx512) return &kernels_avx512;
     if (is_wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &kernels_avx2;
 #elif defined(TANDEM_HAVE_ARM)

@@ -4,32 +4,12 @@
 // result does not depend on the queries beside it, on how splits are shared out, or on where the slots lie.
 #pragma once
 
+#include "attention_pairs.h"
 #include "attention_tiles.h"
 #include "kv.h"
-#include "rows.h"
+#include "softmax.h"
 
 namespace TANDEM_ISA {
-
-// Takes the running softmax `other` of `count` queries into theirs; rows are as in kernels.h.
-static void merge(int count, float* maxima, float* rows, const float* other_maxima, const float* other_rows,
-                  int head_dim) {
-    const int row = attention_row(head_dim);
-    for (int first = 0; first < count; first += 16) {
-        const int lanes = count - first < 16 ? count - first : 16;
-        const Factors factors = merge_maxima(lanes, maxima + first, other_maxima + first);
-        for (int q = first; q < first + lanes; q++) {
-            const f32 mine = splat(factors.mine[q - first]), theirs = splat(factors.theirs[q - first]);
-            float* to = rows + (size_t)q * row;
-            const float* other = other_rows + (size_t)q * row;
-            for (int i = 0; i < row; i += 16) store(to + i, fma(load(to + i), mine, mul(load(other + i), theirs)));
-        }
-    }
-}
-
-static void finish(const float* row, int head_dim, float* out) {
-    const f32 inverse = splat(1.0f / sum(load(row + head_dim)));
-    for (int i = 0; i < head_dim; i += 16) store(out + i, mul(load(row + i), inverse));
-}
 
 // keys [head_dim][32]: one column a position.
 template <KvDtype kDtype>
@@ -92,15 +72,6 @@ static void weigh(const float* probabilities, const float* correction, const flo
     }
     for (int q = 0; q < kQueries; q++)
         for (int v = 0; v < kVectors; v++) store(to + q * stride + 16 * v, a[q][v]);
-}
-
-// Calls step.template operator()<n>(first) over `count` queries, n at a time, n at most kMost.
-template <int kMost, class Step>
-static inline void by_runs(int count, Step step, int first = 0) {
-    for (; count >= kMost; first += kMost, count -= kMost) step.template operator()<kMost>(first);
-    if constexpr (kMost > 1) {
-        if (count > 0) by_runs<kMost - 1>(count, step, first);
-    }
 }
 
 // Masks scores [count][32] of queries [begin, begin + count) over the block at `base`, multiplies them by scales [32],
@@ -181,12 +152,6 @@ static void attend_block(const AttentionItem& item, int base, int begin, int end
     });
 }
 
-// The queries [first, last) that see any of the positions [base, end): queries go by position.
-static inline void narrow(const AttentionItem& item, int base, int end, int& first, int& last) {
-    while (first < last && item.last[first] <= base) first++;
-    while (first < last && item.first[last - 1] >= end) last--;
-}
-
 // The same, over the blocks of the split at `base` one after another: maxima and rows go on from what they hold.
 template <KvDtype kDtype>
 static void attend_blocks(const AttentionItem& item, int base, int end, float* maxima, float* rows, float* scratch) {
@@ -199,24 +164,15 @@ static void attend_blocks(const AttentionItem& item, int base, int end, float* m
 
 template <KvDtype kDtype>
 static void attend_over(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
-                   void* scratch) {
-    const size_t stride = attention_row(item.head_dim);
-    float* partial = (float*)scratch;
-    float* rest = partial + kQueryBlock * stride;
-#if defined(__AMX_BF16__)
-    const TileMemory memory = tile_memory(rest, item.head_dim);
-    if constexpr (kDtype != kKvFloat32)
-        for (int q = 0; q < item.count; q += kTileRows)
-            lay_queries(item, q, queries_from(item, q), lanes_of(queries_from(item, q)), memory);
+                        float* scratch) {
+#if defined(__AVX512BF16__)
+    if constexpr (kDtype != kKvFloat32) return attend_bf16<kDtype>(item, first_split, last_split, maxima, rows, scratch);
 #endif
+    const size_t stride = attention_row(item.head_dim);
+    float* partial = scratch;
+    float* rest = partial + kQueryBlock * stride;
     for (int split = first_split; split < last_split; split++) {
         const int base = split * kKvSplit, end = base + kKvSplit < item.context ? base + kKvSplit : item.context;
-#if defined(__AMX_BF16__)
-        if constexpr (kDtype != kKvFloat32) {
-            attend_split<kDtype>(item, base, maxima, rows, memory);
-            continue;
-        }
-#endif
         float part[kQueryBlock];
         for (int q = 0; q < item.count; q++) part[q] = -INFINITY;
         std::memset(partial, 0, sizeof(float) * item.count * stride);
@@ -226,7 +182,7 @@ static void attend_over(const AttentionItem& item, int first_split, int last_spl
 }
 
 static void attend(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
-                   void* scratch) {
+                   float* scratch) {
     switch (item.dtype) {
         case kKvFloat32: return attend_over<kKvFloat32>(item, first_split, last_split, maxima, rows, scratch);
         case kKvBfloat16: return attend_over<kKvBfloat16>(item, first_split, last_split, maxima, rows, scratch);

@@ -8,17 +8,13 @@
 // does not depend on other queries.
 #pragma once
 
-#include "kv.h"
-#include "rows.h"
+#include "attention_bf16.h"
 
 namespace TANDEM_ISA {
 
 #if defined(__AMX_BF16__)
 
-constexpr int kTileRows = 16, kTileDims = 32, kOutTiles = 4;
-constexpr float kLog2E = 1.44269504088896341f;
-
-static inline int padded_dim(int head_dim) { return (head_dim + kTileDims - 1) / kTileDims * kTileDims; }
+constexpr int kTileRows = 16, kOutTiles = 4;
 
 // Parts of an item's scratch memory. `pairs` are two bfloat16 in a dword: of neighbouring dimensions or positions.
 // What one stage of a split leaves to the next is there twice, see attend_split.
@@ -80,18 +76,6 @@ static inline void tile_multiply() {
     asm volatile("tdpbf16ps %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(kColumns), "i"(kRows), "i"(kSums));
 }
 
-// 2^x to 3e-6, for x of at most 0; of far lower ones 2^-126. The whole part of x goes to the exponent by way of a
-// number so large that its last bit is worth 1. Coefficients: least largest error over [-1/2, 1/2].
-static inline f32 exp2_of(f32 x) {
-    const f32 large = splat(12582912.0f), clamped = max(x, splat(-126.0f));
-    const f32 shifted = add(clamped, large), f = sub(clamped, sub(shifted, large));
-    f32 p = fma(splat(9.570101947e-3f), f, splat(5.591786159e-2f));
-    p = fma(p, f, splat(2.402474484e-1f));
-    p = fma(p, f, splat(6.931218146e-1f));
-    p = fma(p, f, splat(9.999992614e-1f));
-    return (f32)_mm512_add_epi32((i32)p, shift_left<23>((i32)shifted));
-}
-
 static inline f32 swap_halves(f32 a) { return _mm512_shuffle_f32x4(a, a, 0x4e); }
 static inline f32 swap_quarters(f32 a) { return _mm512_shuffle_f32x4(a, a, 0xb1); }
 
@@ -123,15 +107,6 @@ static void lay_queries(const AttentionItem& item, int begin, int count, int lan
     }
 }
 
-// Numbers [d, d + 32) of an entry as bfloat16, zeros beyond its end.
-template <KvDtype kDtype>
-static inline i32 load_words(const char* entry, int d, int head_dim) {
-    const bool is_whole = head_dim - d >= 32;
-    if constexpr (kDtype == kKvBfloat16) return _mm512_maskz_loadu_epi16(is_whole ? 0xffffffff : 0xffff, entry + 2 * d);
-    const f32 first = load_kv<kDtype>(entry, d), second = is_whole ? load_kv<kDtype>(entry, d + 16) : splat(0.0f);
-    return (i32)_mm512_cvtne2ps_pbh(second, first);
-}
-
 // Where the keys of a split lie as rows, for each 16 positions, and how far apart.
 struct SplitKeys {
     const char* rows[kKvSplit / kTileRows];
@@ -148,7 +123,7 @@ static void find_keys(const AttentionItem& item, int base, int positions, uint16
         const int first = base + tile * kTileRows;
         const int32_t* slots = item.slots + first;
         const int there = item.context - first < kTileRows ? item.context - first : kTileRows;
-        if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kTileDims == 0) {
+        if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kWordDims == 0) {
             const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
             if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
                 keys.rows[tile] = item.key + (size_t)slots[0] * item.slot_stride;
@@ -159,7 +134,7 @@ static void find_keys(const AttentionItem& item, int base, int positions, uint16
         for (int p = 0; p < kTileRows; p++) {
             const int slot = item.slots[first + p < item.context ? first + p : item.context - 1];
             const char* row = item.key + (size_t)slot * item.slot_stride;
-            for (int d = 0; d < padded; d += kTileDims)
+            for (int d = 0; d < padded; d += kWordDims)
                 store_i(copies + (size_t)p * padded + d, load_words<kDtype>(row, d, item.head_dim));
         }
         keys.rows[tile] = (const char*)copies, keys.stride[tile] = padded * sizeof(uint16_t);
@@ -172,7 +147,7 @@ static inline void score_tiles(const char* const* keys, const size_t* strides, c
                                float* scores) {
     constexpr int first = kLanes == 16 ? kOut : kScores;
     unrolled<0, kTiles>([&]<int t>() { tile_zero<first + t>(); });
-    for (int d = 0; d < head_dim; d += kTileDims) {
+    for (int d = 0; d < head_dim; d += kWordDims) {
         tile_load<kQueries>(queries + (size_t)d / 2 * kLanes, 4 * kLanes);
         unrolled<0, kTiles>([&]<int t>() {
             tile_load<kCache>(keys[t] + 2 * d, strides[t]);
@@ -216,19 +191,6 @@ static void pair_values(const AttentionItem& item, int base, uint32_t* values) {
             store_i(values + p / 2 * 16, _mm512_unpacklo_epi16(a, b));
             store_i(values + p / 2 * 16 + kTileRows * 16, _mm512_unpackhi_epi16(a, b));
         }
-    }
-}
-
-// By what the scores and the weights of values of a split are to be multiplied, position by position.
-struct SplitScales {
-    alignas(64) float keys[kKvSplit + 16], values[kKvSplit + 16];  // the last 16 are only read
-};
-
-static void take_scales(const AttentionItem& item, int base, int left, SplitScales& scales) {
-    for (int p = 0; p < kKvSplit + 16; p++) {
-        const size_t at = p < left ? (size_t)item.slots[base + p] * item.scale_stride : 0;
-        scales.keys[p] = p < left ? item.key_scale[at] : 0.0f;
-        scales.values[p] = p < left ? item.value_scale[at] : 0.0f;
     }
 }
 
@@ -409,6 +371,17 @@ static void attend_split(const AttentionItem& item, int base, float* maxima, flo
     if (lanes < 16) configure_attention(lanes);
     if (lanes == 8) run.template operator()<8>(whole, last);
     if (lanes == 4) run.template operator()<4>(whole, last);
+}
+
+// As `attend` of kernels.h.
+template <KvDtype kDtype>
+static void attend_bf16(const AttentionItem& item, int first_split, int last_split, float* maxima, float* rows,
+                        float* scratch) {
+    const TileMemory memory = tile_memory(scratch, item.head_dim);
+    for (int q = 0; q < item.count; q += kTileRows)
+        lay_queries(item, q, queries_from(item, q), lanes_of(queries_from(item, q)), memory);
+    for (int split = first_split; split < last_split; split++)
+        attend_split<kDtype>(item, split * kKvSplit, maxima, rows, memory);
 }
 
 #endif

@@ -123,7 +123,7 @@ struct Kernels {
     void (*write_kv)(const float* x, int n, KvDtype dtype, void* out, float* scale);
     void (*dequantise_row)(const Weight&, int row, float* out);
     // Attends to splits [first, last) of positions; maxima and rows [count] go on from what they hold.
-    void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, void* scratch);
+    void (*attend)(const AttentionItem&, int first_split, int last_split, float* maxima, float* rows, float* scratch);
     void (*merge)(int count, float* maxima, float* rows, const float* other_maxima, const float* other_rows, int head_dim);
     void (*finish)(const float* row, int head_dim, float* out);
     // state [key_dim][kStateColumns] goes through the rows, one after another; `lanes` columns of it are there.
@@ -137,6 +137,7 @@ struct Kernels {
 extern const Kernels kernels_scalar;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
 extern const Kernels kernels_amx;
 extern const Kernels kernels_neon;
 
@@ -146,7 +147,7 @@ const Kernels& kernels();  // those of this machine
 static inline size_t attention_scratch(int head_dim) {
     const size_t dim = (size_t)(head_dim + 31) / 32 * 32;
     const size_t in_blocks = kQueryBlock * kKvBlock + 2 * kKvBlock * dim;
-    // In the order of tile_memory in attention_tiles.h.
+    // In the order of tile_memory in attention_tiles.h; pair_memory in attention_pairs.h is smaller.
     const size_t in_tiles = 7 * kKvSplit / 2 * 16 + kQueryBlock + (kQueryBlock / 2 + 8 + kKvSplit + 2 * 16) * dim;
     return kQueryBlock * attention_row(head_dim) + (in_blocks > in_tiles ? in_blocks : in_tiles);
 }

@@ -46,6 +46,7 @@ struct AttentionLayer {
 // query is in changes no bit of its result.
 class PagedAttention {
     static constexpr int kShortRun = kQueryBlock / 3;
+    static constexpr size_t kCached = 512 << 10;  // bytes that a core's own cache holds beside other things
 
 public:
     PagedAttention(const Kernels& k, const AttentionPass& pass, int threads)
@@ -59,11 +60,16 @@ public:
         const int whole = count(false), with_splits = count(true);
         share_splits = threads > 1 && whole < enough && with_splits > whole;
         items = share_splits ? with_splits : whole;
+        const size_t split_bytes = 2 * kKvSplit * kv.kv_heads * kv.entry_bytes();
+        const bool has_enough = items / kv.kv_heads >= 2 * threads;
+        together = length <= kShortRun && has_enough && split_bytes <= kCached ? kv.kv_heads : 1;
     }
 
     void lay_out(Workspace& space) {
         sequences = space.take<Sequence>(p.sequences);
-        softmax = space.take<float>((size_t)threads * softmax_size());
+        softmax = space.take<float>((size_t)threads * together * softmax_size());
+        own_maxima = space.take<float>((size_t)threads * together * length);
+        own_items = space.take<AttentionItem>((size_t)threads * together);
         scratch = space.take<float>((size_t)threads * attention_scratch(kv.head_dim));
         if (!share_splits) return;
         partial_maxima = space.take<float>((size_t)items * length);
@@ -82,7 +88,7 @@ public:
 
     // Keys and values are written; all members call it, and it ends with all of them done.
     void run(const Member& member, const AttentionLayer& layer) {
-        member.take_turns(items, [&](int item) { attend(member, layer, item); });
+        member.take_turns(items / together, [&](int turn) { attend(member, layer, turn * together); });
         member.sync();
         if (!share_splits) return;
         merge_splits(member, layer);
@@ -138,22 +144,47 @@ private:
         return item;
     }
 
+    // Items [index, index + together): as many KV heads.
     void attend(const Member& member, const AttentionLayer& layer, int index) {
         const Sequence& s = sequence_of(index);
         const int splits = share_splits ? s.splits : 1, local = index - s.first_item;
         const int kv_head = local % kv.kv_heads, split = local / kv.kv_heads % splits, run = local / kv.kv_heads / splits;
-        const AttentionItem item = item_of(s, layer, run, kv_head);
-        const size_t stride = attention_row(kv.head_dim);
-        float* mine = scratch + member.index * attention_scratch(kv.head_dim);
-        float own_maxima[kQueryBlock];
-        float* maxima = share_splits ? partial_maxima + (size_t)index * length : own_maxima;
-        float* rows = share_splits ? partial_rows + index * softmax_size() : softmax + member.index * softmax_size();
-        for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
-        std::memset(rows, 0, sizeof(float) * item.count * stride);
-        if (share_splits) return k.attend(item, split, split + 1, maxima, rows, mine);
-        const int last = item.last[item.count - 1];  // queries go by position
-        k.attend(item, item.first[0] / kKvSplit, (last + kKvSplit - 1) / kKvSplit, maxima, rows, mine);
-        for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
+        const size_t own = (size_t)member.index * together;
+        float* maxima = share_splits ? partial_maxima + (size_t)index * length : own_maxima + own * length;
+        float* rows = share_splits ? partial_rows + index * softmax_size() : softmax + own * softmax_size();
+        AttentionItem* mine = own_items + own;
+        for (int h = 0; h < together; h++) mine[h] = item_of(s, layer, run, kv_head + h);
+        for (int q = 0; q < together * length; q++) maxima[q] = -INFINITY;
+        std::memset(rows, 0, sizeof(float) * together * softmax_size());
+        int first = split, last = split + 1;
+        if (!share_splits) {  // queries go by position
+            first = mine->first[0] / kKvSplit;
+            last = (mine->last[mine->count - 1] + kKvSplit - 1) / kKvSplit;
+        }
+        const int at_once = together > 1 ? 1 : last - first;
+        for (int from = first; from < last; from += at_once) {
+            if (together > 1) fetch(s, layer.layer, from);
+            for (int h = 0; h < together; h++)
+                k.attend(mine[h], from, from + at_once, maxima + h * length, rows + h * softmax_size(),
+                         scratch + member.index * attention_scratch(kv.head_dim));
+        }
+        if (share_splits) return;
+        for (int h = 0; h < together; h++) finish(mine[h], rows + h * softmax_size());
+    }
+
+    void finish(const AttentionItem& item, const float* rows) const {
+        for (int q = 0; q < item.count; q++) k.finish(rows + q * attention_row(kv.head_dim), kv.head_dim, item.out[q]);
+    }
+
+    // Reads what a split has of all heads, in the order of memory, so that it is in the cache when heads are taken one by
+    // one: what lies apart comes at half the speed.
+    void fetch(const Sequence& s, int layer, int split) const {
+        const size_t bytes = kv.kv_heads * kv.entry_bytes(), base = kv.entry(layer, 0, 0) * kv.entry_bytes();
+        for (const char* pool : {kv.key, kv.value})
+            for (int p = split * kKvSplit; p < min((split + 1) * kKvSplit, s.context); p++) {
+                const volatile char* entry = pool + base + s.slots[p] * bytes;
+                for (size_t line = 0; line < bytes; line += 64) (void)entry[line];
+            }
     }
 
     void merge_splits(const Member& member, const AttentionLayer& layer) {
@@ -165,7 +196,7 @@ private:
                 const int run = i / kv.kv_heads, kv_head = i % kv.kv_heads;
                 const AttentionItem item = item_of(s, layer, run, kv_head);
                 const size_t stride = attention_row(kv.head_dim);
-                float *rows = softmax + member.index * softmax_size(), maxima[kQueryBlock];
+                float *rows = softmax + (size_t)member.index * together * softmax_size(), maxima[kQueryBlock];
                 for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
                 std::memset(rows, 0, sizeof(float) * item.count * stride);
                 for (int split = 0; split < s.splits; split++) {
@@ -173,7 +204,7 @@ private:
                     const size_t at = (size_t)index * length;
                     k.merge(item.count, maxima, rows, partial_maxima + at, partial_rows + at * stride, kv.head_dim);
                 }
-                for (int q = 0; q < item.count; q++) k.finish(rows + q * stride, kv.head_dim, item.out[q]);
+                finish(item, rows);
             }
         }
     }
@@ -184,9 +215,10 @@ private:
     const int threads, group;
     int length;  // of a run, in queries
     bool share_splits;
-    int items;
+    int items, together;  // KV heads that a thread takes one after another, split by split
     Sequence* sequences = nullptr;
-    float *softmax = nullptr, *scratch = nullptr, *partial_maxima = nullptr, *partial_rows = nullptr;
+    AttentionItem* own_items = nullptr;
+    float *softmax = nullptr, *own_maxima = nullptr, *scratch = nullptr, *partial_maxima = nullptr, *partial_rows = nullptr;
 };
 
 // One layer by itself: the keys and values of the pass's tokens go to their slots, then the queries attend.

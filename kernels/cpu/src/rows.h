@@ -73,22 +73,6 @@ static void rotate(float* x, const float* cos, const float* sin, int head_dim) {
     });
 }
 
-// What two softmaxes beside one another are multiplied by, for up to 16 queries.
-struct Factors {
-    alignas(64) float mine[16], theirs[16];
-};
-
-// maxima [count] become the larger ones. A maximum of -infinity has nothing behind it.
-static Factors merge_maxima(int count, float* maxima, const float* other_maxima) {
-    const f32 a = load_some(maxima, count), b = load_some(other_maxima, count), larger = max(a, b);
-    const f32 least = splat(-3e38f), shift = select_less(larger, least, splat(0.0f), larger);
-    Factors factors;
-    store(factors.mine, select_less(b, least, splat(1.0f), exp(sub(a, shift))));
-    store(factors.theirs, exp(sub(b, shift)));
-    store_some(maxima, larger, count);
-    return factors;
-}
-
 static inline f32 sigmoid(f32 x) {  // exp() takes arguments under 88
     return div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), max(x, splat(-87.0f))))));
 }
