@@ -10,9 +10,9 @@ constexpr int kPrefetch = 4096;  // bytes ahead of the weights being read: what 
 
 // One row's group, or half of one: y += scale * d * dot (+ m * scaled_sum). The only place where floats are rounded.
 template <class F>
-static inline f32 accumulate(f32 y, i32 dot, f32 d, f32 m, const Record& record, int row) {
-    y = fma(to_float(dot), mul(splat(record.scale[row]), d), y);
-    return F::has_minimum ? fma(m, splat(record.scaled_sum[row]), y) : y;
+static inline f32 accumulate(f32 y, i32 dot, f32 d, f32 m, float scale, float scaled_sum) {
+    y = fma(to_float(dot), mul(splat(scale), d), y);
+    return F::has_minimum ? fma(m, splat(scaled_sum), y) : y;
 }
 
 template <class F>
@@ -33,7 +33,7 @@ static inline void unrolled(Step step) {
 template <class F, int kRows>
 [[gnu::flatten]] static void few_rows(const uint8_t* tile, int groups, const Record* records, int row, float* out) {
     f32 y[kRows];
-    for (int r = 0; r < kRows; r++) y[r] = splat(0.0f);
+    unrolled<0, kRows>([&]<int r>() { y[r] = splat(0.0f); });
     constexpr int groups_per_tile = F::columns / kGroup;
     for (int g = 0; g < groups; g++) {
         int inner = g % groups_per_tile;
@@ -44,15 +44,19 @@ template <class F, int kRows>
         F::Lines::unpack(lines, w);
         F::scales(tile, inner, d, d2, m);
         const Record& record = records[g];
+        // Addresses of the first row: those of the others are so many bytes on.
+        const int8_t* values = record.values[row];
+        const float *scale = record.scale + row, *scaled_sum = record.scaled_sum + row;
         // Rows go side by side through a line of weights: their chains of products hide each other's latency.
         auto add = [&]<int kFirst, int kLast>(const int32_t* negative_sum, f32 d) {
             i32 dots[kRows];
-            for (int r = 0; r < kRows; r++) dots[r] = cancel_offset<F>(negative_sum + row + r);
+            unrolled<0, kRows>([&]<int r>() { dots[r] = cancel_offset<F>(negative_sum + row + r); });
             unrolled<kFirst, kLast>([&]<int j>() {
                 constexpr int line = F::has_halves ? j : j / 2 + j % 2 * 4;  // as they are unpacked
-                for (int r = 0; r < kRows; r++) dots[r] = dot4<line>(dots[r], w[line], record.values[row + r]);
+                unrolled<0, kRows>([&]<int r>() { dots[r] = dot4<line>(dots[r], w[line], values + kGroup * r); });
             });
-            for (int r = 0; r < kRows; r++) y[r] = accumulate<F>(y[r], dots[r], d, m, record, row + r);
+            unrolled<0, kRows>(
+                [&]<int r>() { y[r] = accumulate<F>(y[r], dots[r], d, m, scale[r], scaled_sum[r]); });
         };
         if constexpr (F::has_halves) {
             add.template operator()<0, 4>(record.half_sum[0], d);
@@ -62,7 +66,7 @@ template <class F, int kRows>
         }
         if (inner == groups_per_tile - 1) tile += F::bytes;
     }
-    for (int r = 0; r < kRows; r++) store(out + kLanes * r, y[r]);
+    unrolled<0, kRows>([&]<int r>() { store(out + kLanes * r, y[r]); });
 }
 
 template <class F, int kRows>
@@ -170,7 +174,7 @@ template <class F, bool kFetch, int kAhead>
                 unrolled<0, kBlockRows>([&]<int r>() {
                     i32 dot = load_i(sum + 16 * r);
                     if (F::offset_bits) dot = _mm512_add_epi32(dot, cancel_offset<F>(negative_sum + r));
-                    y[r] = accumulate<F>(y[r], dot, d, m, record, r);
+                    y[r] = accumulate<F>(y[r], dot, d, m, record.scale[r], record.scaled_sum[r]);
                 });
             };
             add(of_group(g)[0], F::has_halves ? record.half_sum[0] : record.sum, d);
