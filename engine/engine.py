@@ -11,7 +11,10 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
 
 from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.request import FinishReason, OutputEvent, Request, TokenLogprob
@@ -23,8 +26,7 @@ from engine.worker import GenerationWorker, SequenceStep, StepOutput
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(msgspec.Struct, frozen=True):
     """A snapshot for probes and metrics. Slots are counted in tokens; totals grow for the life of the process."""
 
     running: int = 0
@@ -41,8 +43,8 @@ class EngineStats:
     verify_steps_total: int = 0
     preemptions_total: int = 0
     steps_total: int = 0
-    requests_finished: Mapping[str, int] = field(default_factory=dict)
-    worker: Mapping[str, float] = field(default_factory=dict)  # the worker's own gauges
+    requests_finished: Mapping[str, int] = {}
+    worker: Mapping[str, float] = {}  # the worker's own gauges
 
 
 @dataclass(slots=True)

@@ -57,8 +57,7 @@ class SpeculationParams(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(msgspec.Struct, frozen=True):
     """Raw log-probability (before bias, penalties, temperature, filters) of one emitted or prompt token."""
 
     token_id: int
@@ -82,8 +81,7 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class OutputEvent:
+class OutputEvent(msgspec.Struct, frozen=True):
     """What one step adds to a request. The last event of a request has `finish_reason` set.
 
     `text` never holds half a character or a tail that may still become a stop string.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.detokenizer import IncrementalDetokenizer, TokenDecoder
 from engine.request import FinishReason, Request
@@ -17,8 +18,7 @@ class StoppingTokenizer(TokenDecoder, Protocol):
     def eos_token_ids(self) -> frozenset[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True):
     """What one token did. `stop_reason` is the stop string or stop token that ended it all; None for EOS.
     `is_hidden`: the token ended it and is not part of the text."""
 

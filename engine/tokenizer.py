@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class Tokenizer:
         self._backend = backend
         self._added_text = {index: token.content for index, token in added.items()}
         self._to_bytes = _token_bytes_reader(backend)
+        self._known_bytes = lru_cache(maxsize=1 << 14)(self._read_bytes)  # texts are made of few tokens
         self._templates = {
             name: ChatTemplate(source, special_tokens) for name, source in (chat_templates or {}).items()
         }
@@ -69,6 +71,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for within a text; it need not be whole characters. Empty if it is no token."""
+        return self._known_bytes(token_id)
+
+    def _read_bytes(self, token_id: int) -> bytes:
         text = self._added_text.get(token_id)
         if text is not None:
             return text.encode()

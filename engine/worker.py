@@ -7,14 +7,14 @@ The scheduler decides who takes part in a step; a worker says what each one emit
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.request import Request, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(msgspec.Struct, frozen=True):
     """One request's part of a step: tokens [request.cached_len, request.cached_len + num_tokens) get KV.
 
     Their KV slots are `request.slots[cached_len : cached_len + num_tokens + len(drafts)]`, already reserved.
@@ -29,8 +29,7 @@ class SequenceStep:
     drafts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What a worker found for one SequenceStep: the verified tokens, longest agreeing prefix plus one.
 
     Empty where nothing was sampled. `logprobs` is as long as `token_ids` if the request asked for them.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import msgspec
 import torch
 
 from kernels.cpu.kv import KVTensors, NativeKV, native_kv
@@ -75,8 +76,7 @@ class LayerWeights:
     causal: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepBatch:
+class StepBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The flat batch of one pass; see ForwardBatch for the meaning of each field. Tensors are contiguous.
 
     input_ids, positions, out_slots: [T] int64. logits_rows: [L] int64. slot_table: [rows, width] int32.
@@ -295,7 +295,7 @@ class StepPlan:
             **result,
         )
         check(library().tandem_step(ctypes.addressof(self._model), ctypes.addressof(described)))
-        return dict(zip(wanted, captures, strict=True))
+        return {layer: captures[i] for i, layer in enumerate(wanted)}
 
     def _layer(self, layer: LayerWeights) -> _Layer:
         matrices = {
