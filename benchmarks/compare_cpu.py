@@ -24,7 +24,7 @@ from prompts import Prompt, PromptOptions
 
 from engine.tokenizer import Tokenizer, tokenizer_from_gguf
 from kernels.threads import default_threads
-from models.default import default_model_path
+from models.default import default_drafter_path, default_model_path
 
 PEERS = Path(__file__).with_name("peers.py")
 ENGINES = ("tandem", "llama.cpp", "openvino", "transformers")
@@ -120,7 +120,8 @@ def compare_cpu(
     model
         A GGUF file (default: the default model).
     drafter
-        A drafter for Tandem: adds `dflash` to its modes, and to what `auto` may choose.
+        A DFlash drafter for Tandem: adds `dflash` to its modes, and to what `auto` may choose (default: that of the
+        default model).
     engines
         Which engines take part, Tandem among them. One that is not installed is named and left out.
     peers_python
@@ -135,6 +136,7 @@ def compare_cpu(
         Tokens of every answer.
     """
     path = Path(model) if model else default_model_path()
+    drafter = drafter or (None if model else str(default_drafter_path()))
     if path.suffix != ".gguf" or not path.is_file():
         raise ValueError(f"{path}: not a GGUF file")
     tokenizer = tokenizer_from_gguf(path)
@@ -145,7 +147,6 @@ def compare_cpu(
     settings = {
         "model": str(path),
         "drafter": drafter,
-        "algorithm": "auto" if drafter else "ngram",
         "streams": max(streams),
         "context": -(-(longest + max(streams) * max_tokens + 64) // 256) * 256,
         "threads": threads,
@@ -163,7 +164,7 @@ def compare_cpu(
             print(f"{name}: left out ({error})", flush=True)
     if "tandem" not in running:
         raise ValueError("there is nothing to compare with: Tandem did not start")
-    speculating = {"tandem": ("ngram", *(("dflash", "auto") if drafter else ())), "llama.cpp": ("lookup",)}
+    speculating = {"tandem": ("ngram", *(("dflash",) if drafter else ()), "auto"), "llama.cpp": ("lookup",)}
     results: dict[tuple[str, str, str], list[Measured]] = defaultdict(list)
     long_text = list(
         itertools.chain.from_iterable(tokenizer.encode(turn) for p in chosen for turn in p.turns)
@@ -272,15 +273,13 @@ def summarise(
         return median(a.speed / b.speed for a, b in zip(ours, theirs, strict=False))
 
     names = list(dict.fromkeys(workload for workload, _, _ in results))
-    modes = [mode for workload, name, mode in results if (workload, name) == ("text", "tandem")]
-    best = max(modes, key=lambda mode: speeds["text", "tandem", mode])
     decode, filling = names[0], next((name for name in names if name.startswith("prefill")), "")
     ratios = {
         "plain_vs_llamacpp": ratio(decode, "none", "llama.cpp", "plain"),
         "plain_vs_openvino": ratio(decode, "none", "openvino", "plain"),
         "plain_vs_transformers": ratio(decode, "none", "transformers", "plain"),
-        "auto_vs_llamacpp": ratio("text", best, "llama.cpp", "plain"),
-        "auto_vs_llamacpp_lookup": ratio("text", best, "llama.cpp", "lookup"),
+        "auto_vs_llamacpp": ratio("text", "auto", "llama.cpp", "plain"),
+        "auto_vs_llamacpp_lookup": ratio("text", "auto", "llama.cpp", "lookup"),
         "streams8_vs_openvino": ratio("8 streams", "none", "openvino", "plain"),
         "streams8_vs_llamacpp": ratio("8 streams", "none", "llama.cpp", "plain"),
         "prefill_vs_openvino": ratio(filling, "none", "openvino", "plain"),
@@ -304,7 +303,6 @@ def summarise(
         ],
         "roofline_share": speeds[decode, "tandem", "none"] * weight_bytes / 1e9 / bandwidth,
         "read_gb_per_s": bandwidth,
-        "best_speculation": best,
         "same_tokens_as_tandem": same,
         "engines": {
             name: {"start_s": engine.start_seconds, "peak_mb": engine.peak_mb}

@@ -33,7 +33,7 @@ def tandem(settings: dict[str, Any], stack: ExitStack) -> Generate:
 
     options = EngineSettings(
         model=settings["model"],
-        speculative_algorithm=settings["algorithm"],
+        speculative_algorithm="auto",
         speculative_draft_model_path=settings["drafter"],
         max_running_requests=settings["streams"],
         context_length=settings["context"],

@@ -43,10 +43,10 @@ def test_a_whole_run_names_who_is_missing(tmp_path: Path, capsys: pytest.Capture
     measured = {(row["workload"], row["mode"]) for row in summary["tokens_per_s"]}
     assert measured == {
         *((name, "none") for name in ("decode at 20", "3 streams", "prefill 40", "text")),
-        ("text", "ngram"),
+        *(("text", mode) for mode in ("ngram", "auto")),
     }
     assert all(row["tokens_per_s"] > 0 for row in summary["tokens_per_s"])
-    assert summary["same_tokens_as_tandem"] == {"tandem none": 6, "tandem ngram": 6}
+    assert summary["same_tokens_as_tandem"] == {f"tandem {mode}": 6 for mode in ("none", "ngram", "auto")}
 
 
 def test_ratios_above_one_mean_that_tandem_is_better() -> None:
@@ -63,7 +63,8 @@ def test_ratios_above_one_mean_that_tandem_is_better() -> None:
         ("8 streams", "tandem", "none"): runs(800.0),
         ("8 streams", "openvino", "plain"): runs(500.0),
         ("text", "tandem", "none"): runs(300.0),
-        ("text", "tandem", "ngram"): runs(450.0),
+        ("text", "tandem", "ngram"): runs(600.0),
+        ("text", "tandem", "auto"): runs(450.0),
         ("text", "llama.cpp", "plain"): [Measured(100.0, [[1, 9, 3]])],
     }
     summary = summarise(results, {"tandem": Finished(300.0), "llama.cpp": Finished(200.0)}, 10**9, 600.0)

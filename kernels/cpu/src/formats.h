@@ -20,7 +20,7 @@
 namespace TANDEM_ISA {
 
 struct Lines4 {
-    static constexpr int bytes = 256;
+    static constexpr int bits = 4, bytes = 256;
     static inline void unpack(const uint8_t* p, i32* w) {
         i32 mask = splat_i(0x0f0f0f0f);
         for (int j = 0; j < 4; j++) {
@@ -32,7 +32,7 @@ struct Lines4 {
 };
 
 struct Lines5 {
-    static constexpr int bytes = 320;
+    static constexpr int bits = 5, bytes = 320;
     static inline void unpack(const uint8_t* p, i32* w) {
         Lines4::unpack(p, w);
         i32 high = load_i(p + 256), mask = splat_i(0x10101010);
@@ -48,7 +48,7 @@ struct Lines5 {
 };
 
 struct Lines6 {
-    static constexpr int bytes = 384;
+    static constexpr int bits = 6, bytes = 384;
     static inline void unpack(const uint8_t* p, i32* w) {
         Lines4::unpack(p, w);
         i32 mask = splat_i(0x30303030);
@@ -63,7 +63,7 @@ struct Lines6 {
 };
 
 struct Lines8 {
-    static constexpr int bytes = 512;
+    static constexpr int bits = 8, bytes = 512;
     static inline void unpack(const uint8_t* p, i32* w) {
         for (int j = 0; j < 8; j++) w[j] = as_weights(load_i(p + 64 * j));
     }

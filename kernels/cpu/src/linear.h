@@ -49,14 +49,15 @@ template <class F, int kRows>
         const float *scale = record.scale + row, *scaled_sum = record.scaled_sum + row;
         // Rows go side by side through a line of weights: their chains of products hide each other's latency.
         auto add = [&]<int kFirst, int kLast>(const int32_t* negative_sum, f32 d) {
-            i32 dots[kRows];
-            unrolled<0, kRows>([&]<int r>() { dots[r] = cancel_offset<F>(negative_sum + row + r); });
+            Dot<F::Lines::bits> dots[kRows];
+            unrolled<0, kRows>([&]<int r>() { dots[r].sum = cancel_offset<F>(negative_sum + row + r); });
             unrolled<kFirst, kLast>([&]<int j>() {
                 constexpr int line = F::has_halves ? j : j / 2 + j % 2 * 4;  // as they are unpacked
-                unrolled<0, kRows>([&]<int r>() { dots[r] = dot4<line>(dots[r], w[line], values + kGroup * r); });
+                unrolled<0, kRows>(
+                    [&]<int r>() { dots[r].template add<j - kFirst, line>(w[line], values + kGroup * r); });
             });
             unrolled<0, kRows>(
-                [&]<int r>() { y[r] = accumulate<F>(y[r], dots[r], d, m, scale[r], scaled_sum[r]); });
+                [&]<int r>() { y[r] = accumulate<F>(y[r], dots[r].sum, d, m, scale[r], scaled_sum[r]); });
         };
         if constexpr (F::has_halves) {
             add.template operator()<0, 4>(record.half_sum[0], d);

@@ -110,7 +110,7 @@ static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HI
 
 struct f32 { __m256 lo, hi; };
 struct i32 { __m256i lo, hi; };
-constexpr int kRegisterRows = 2, kRegisterQueries = 2;
+constexpr int kRegisterRows = 4, kRegisterQueries = 2;
 
 static inline f32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 static inline void store(float* p, f32 a) { _mm256_storeu_ps(p, a.lo), _mm256_storeu_ps(p + 8, a.hi); }
@@ -187,20 +187,34 @@ static inline f32 load_s8(const void* p) {
     __m128i a = _mm_loadu_si128((const __m128i*)p);
     return to_float({_mm256_cvtepi8_epi32(a), _mm256_cvtepi8_epi32(_mm_srli_si128(a, 8))});
 }
-static inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
-    // maddubs saturates at 16 bits: even and odd bytes apart keep 255 * 127 in range.
-    __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), a);
-    __m256i odd = _mm256_maddubs_epi16(_mm256_andnot_si256(_mm256_set1_epi16(0x00ff), w), a);
-    __m256i ones = _mm256_set1_epi16(1);
-    return _mm256_add_epi32(acc, _mm256_add_epi32(_mm256_madd_epi16(even, ones), _mm256_madd_epi16(odd, ones)));
+constexpr bool kSignedWeights = true;  // of 8 bits, else two products may not fit into 16
+static inline i32 as_weights(i32 a) {
+    const __m256i flip = _mm256_set1_epi8((char)0x80);
+    return {_mm256_xor_si256(a.lo, flip), _mm256_xor_si256(a.hi, flip)};
 }
-template <int kLine>
-static inline i32 dot4(i32 acc, i32 weights, const int8_t* row) {
-    int32_t four;
-    std::memcpy(&four, row + 4 * kLine, 4);
-    __m256i all = _mm256_set1_epi32(four);
-    return {dot4_half(acc.lo, weights.lo, all), dot4_half(acc.hi, weights.hi, all)};
-}
+// The sum that `add` is called for with n = 0, 1, 2, ...: products are summed in 16 bits for as long as they fit.
+template <int kBits>
+struct Dot {
+    static constexpr int kLines = kBits == 8 ? 1 : kBits == 6 ? 2 : kBits == 5 ? 4 : 8;
+    i32 sum, words;
+
+    static __m256i products(__m256i w, __m256i a) {  // of weights, unsigned, and activations; of two neighbours
+        if constexpr (kBits == 8) return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+        return _mm256_maddubs_epi16(w, a);
+    }
+    template <int n, int kLine>
+    void add(i32 weights, const int8_t* row) {
+        int32_t four;
+        std::memcpy(&four, row + 4 * kLine, 4);
+        const __m256i all = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+        const __m256i lo = products(weights.lo, all), hi = products(weights.hi, all);
+        words.lo = n % kLines == 0 ? lo : _mm256_add_epi16(words.lo, lo);
+        words.hi = n % kLines == 0 ? hi : _mm256_add_epi16(words.hi, hi);
+        if constexpr (n % kLines != kLines - 1) return;
+        sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(words.lo, ones));
+        sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(words.hi, ones));
+    }
+};
 static inline void transpose4(const char* const* rows, size_t offset, i32* out) {
     alignas(32) int32_t lanes[4][16];
     for (int i = 0; i < 16; i++)
@@ -396,10 +410,19 @@ static inline void prefetch(const void*) {}
 
 #endif
 
-// Weights of 8 bits, which are stored with 128 added, as dot4 takes them.
-#if !defined(__ARM_FEATURE_DOTPROD)
+// Weights of 8 bits, which are stored with 128 added, as they are multiplied; and a row's sum over the lines of a group.
+#if !defined(__ARM_FEATURE_DOTPROD) && (defined(__AVX512F__) || !defined(__AVX2__))
 constexpr bool kSignedWeights = false;
 static inline i32 as_weights(i32 a) { return a; }
+#endif
+#if defined(__AVX512F__) || !defined(__AVX2__)
+template <int kBits>
+struct Dot {
+    i32 sum;
+
+    template <int n, int kLine>
+    void add(i32 weights, const int8_t* row) { sum = dot4<kLine>(sum, weights, row); }
+};
 #endif
 
 // Sum and maximum of the lanes, by halves: the same tree for every instruction set.
