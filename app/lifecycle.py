@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -99,6 +100,7 @@ class Lifecycle:
             self.error = str(error)
             raise
         finally:
+            gc.unfreeze()
             self.ended = True
 
     def begin_drain(self) -> None:
@@ -139,6 +141,8 @@ class Lifecycle:
     async def _announce(self, engine: DecodeLoop, task_status: TaskStatus[None]) -> None:
         await to_thread.run_sync(engine.started.wait)
         if self._failure is None:
+            # What is there now stays, and is a lot: to go through it for garbage takes as long as tens of steps.
+            gc.freeze()
             task_status.started()
             where = "" if self._address is None else f" on {self._address}"
             logger.info("ready%s in %.1f s", where, time.monotonic() - self._began)

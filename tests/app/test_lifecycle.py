@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -96,6 +97,12 @@ async def test_the_decode_loop_runs_on_a_thread_of_its_own() -> None:
     engine = FakeEngine()
     async with alive(engine):
         assert engine.thread not in (None, threading.current_thread())
+
+
+async def test_garbage_is_not_looked_for_in_what_start_up_made_while_requests_are_served() -> None:
+    async with alive(FakeEngine()):
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
 
 
 async def test_draining_is_not_ready_from_its_first_moment_and_waits_for_what_is_in_flight() -> None:
