@@ -42,8 +42,9 @@ struct AttentionLayer {
 };
 
 // Items are runs of queries that share a KV head, over all of their context or, where there would be too few of them,
-// over one of its splits. Long runs read keys and values less often, short ones keep more threads busy. Which item a
-// query is in changes no bit of its result.
+// over one of its splits. Long runs read keys and values less often, short ones keep more threads busy. Where these only
+// wait for memory, a thread takes the KV heads of a split one after another, once it has read all of their entries. Which
+// item a query is in changes no bit of its result.
 class PagedAttention {
     static constexpr int kShortRun = kQueryBlock / 3;
     static constexpr size_t kCached = 512 << 10;  // bytes that a core's own cache holds beside other things
@@ -60,9 +61,9 @@ public:
         const int whole = count(false), with_splits = count(true);
         share_splits = threads > 1 && whole < enough && with_splits > whole;
         items = share_splits ? with_splits : whole;
-        const size_t split_bytes = 2 * kKvSplit * kv.kv_heads * kv.entry_bytes();
-        const bool has_enough = items / kv.kv_heads >= 2 * threads;
-        together = length <= kShortRun && has_enough && split_bytes <= kCached ? kv.kv_heads : 1;
+        const bool keeps_busy = items / kv.kv_heads >= 2 * threads;
+        const bool fits = 2 * kKvSplit * kv.kv_heads * kv.entry_bytes() <= kCached;
+        together = length <= kShortRun && keeps_busy && fits ? kv.kv_heads : 1;
     }
 
     void lay_out(Workspace& space) {
@@ -122,8 +123,7 @@ private:
         return sequences[low];
     }
 
-    AttentionItem item_of(const Sequence& s, const AttentionLayer& layer, int run, int kv_head) const {
-        AttentionItem item;
+    void describe(AttentionItem& item, const Sequence& s, const AttentionLayer& layer, int run, int kv_head) const {
         const size_t first = kv.entry(layer.layer, 0, kv_head);
         item.key = kv.key + first * kv.entry_bytes(), item.value = kv.value + first * kv.entry_bytes();
         item.slot_stride = kv.kv_heads * kv.entry_bytes();
@@ -141,7 +141,6 @@ private:
             item.first[q] = layer.window > 0 ? max(0, position + 1 - layer.window) : 0;
             item.last[q] = layer.causal ? position + 1 : s.context;
         }
-        return item;
     }
 
     // Items [index, index + together): as many KV heads.
@@ -153,7 +152,7 @@ private:
         float* maxima = share_splits ? partial_maxima + (size_t)index * length : own_maxima + own * length;
         float* rows = share_splits ? partial_rows + index * softmax_size() : softmax + own * softmax_size();
         AttentionItem* mine = own_items + own;
-        for (int h = 0; h < together; h++) mine[h] = item_of(s, layer, run, kv_head + h);
+        for (int h = 0; h < together; h++) describe(mine[h], s, layer, run, kv_head + h);
         for (int q = 0; q < together * length; q++) maxima[q] = -INFINITY;
         std::memset(rows, 0, sizeof(float) * together * softmax_size());
         int first = split, last = split + 1;
@@ -194,7 +193,8 @@ private:
             for (int i = 0; i < s.runs * kv.kv_heads; i++) {
                 if (claimed++ % member.threads != member.index) continue;
                 const int run = i / kv.kv_heads, kv_head = i % kv.kv_heads;
-                const AttentionItem item = item_of(s, layer, run, kv_head);
+                AttentionItem item;
+                describe(item, s, layer, run, kv_head);
                 const size_t stride = attention_row(kv.head_dim);
                 float *rows = softmax + (size_t)member.index * together * softmax_size(), maxima[kQueryBlock];
                 for (int q = 0; q < item.count; q++) maxima[q] = -INFINITY;
