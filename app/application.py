@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -25,6 +26,7 @@ from app.settings import EngineSettings, ServerSettings, SettingsError
 from app.version import version
 from backends.registry import BackendError, check_name, installed_specs
 from containers.application import ApplicationContainer
+from kernels.cpu.library import isa
 from kernels.cpu.library import reason as native_kernels_lack
 from kernels.threads import default_threads, set_threads
 from models.base import ModelError
@@ -51,11 +53,21 @@ def build(settings: EngineSettings) -> ApplicationContainer:
         raise SettingsError(
             f"--context-length {asked} is more than the {limit} that {files.name} was made for"
         )
-    set_threads(settings.threads or default_threads())
-    lack = native_kernels_lack()
-    if lack is not None and resolve_device(settings.device).type == "cpu":
-        logger.info("no native CPU kernels: %s", lack)
+    threads = settings.threads or default_threads()
+    set_threads(threads)
+    if resolve_device(settings.device).type == "cpu":
+        _tell_kernels(threads)
     return container
+
+
+def _tell_kernels(threads: int) -> None:
+    lack = native_kernels_lack()
+    if lack is None:
+        logger.info("native CPU kernels: %s, %d threads", isa(), threads)
+    elif os.environ.get("TANDEM_CPU_ISA"):
+        raise SettingsError(lack)
+    else:
+        logger.warning("no native CPU kernels, torch's slower paths serve: %s", lack)
 
 
 def _forget_parts(container: ApplicationContainer) -> None:

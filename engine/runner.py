@@ -31,6 +31,7 @@ from engine.request import Request, SamplingParams
 from engine.slot_table import SlotTable
 from engine.worker import SequenceStep
 from kernels.cpu.library import available as native_kernels_available
+from kernels.cpu.library import isa
 from kernels.cpu.step_plan import Chosen
 from models.base import CausalLM
 from models.loader import ModelFiles, load_model, resolve_device, resolve_precision
@@ -250,6 +251,7 @@ class ModelRunner:
             "model": self.files.name,
             "dtype": str(self.model.dtype).removeprefix("torch.") if self.model is not None else None,
             "weights": self.model.weight_format if self.model is not None else None,
+            "cpu_kernels": isa() if self.device.type == "cpu" and native_kernels_available() else None,
             "prefill_attention_backend": backends.prefill_attention_backend_str if backends else None,
             "decode_attention_backend": backends.decode_attention_backend_str if backends else None,
             "kv_cache_dtype": pool.layout.dtype_name if pool else None,

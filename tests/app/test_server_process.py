@@ -131,9 +131,15 @@ def serving(*argv: str, command: list[str] = COMMAND, **environ: str) -> Iterato
         popen.wait()
 
 
-def refused(*argv: str) -> str:
+def refused(*argv: str, **environ: str) -> str:
     """Run a server that must not come up; returns the one line that it says."""
-    result = subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=DEADLINE)
+    result = subprocess.run(
+        [*COMMAND, *argv],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env={**os.environ, **environ},
+    )
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
     *log, line = result.stderr.splitlines()
@@ -168,10 +174,17 @@ def test_it_serves_drains_and_exits_with_0(model: Path) -> None:
         assert "draining: 1 request in flight has 30 s to finish" in server.log
 
 
-@pytest.mark.parametrize("isa", ["abacus", "caf\udce9"])
-def test_without_the_native_kernels_the_log_says_why(model: Path, isa: str) -> None:
-    with serving(*FLAGS, "--model", str(model), TANDEM_CPU_ISA=isa) as server:
-        assert "no native CPU kernels: " in server.log
+@pytest.mark.parametrize("name", ["/nowhere/kernels.so", "caf\udce9"])
+def test_without_the_native_kernels_the_log_says_why(model: Path, name: str) -> None:
+    with serving(*FLAGS, "--model", str(model), TANDEM_CPU_LIBRARY=name) as server:
+        assert "no native CPU kernels, torch's slower paths serve: " in server.log
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(model: Path) -> None:
+    line = refused(*FLAGS, "--model", str(model), TANDEM_CPU_ISA="abacus")
+    assert line.startswith(
+        "tandem: error: TANDEM_CPU_ISA=abacus: this processor has no such instruction set (of "
+    )
 
 
 def test_a_second_signal_forces(model: Path) -> None:

@@ -24,11 +24,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROWS, COLUMNS = 37, 512  # the last tile of 16 rows is not full
 
 
-def file_weight(name: str, rows: int = ROWS, columns: int = COLUMNS) -> PackedWeight:
-    """A matrix as a file holds it: random integers and sub-scales, scales of a usual size."""
+def file_weight(name: str, rows: int = ROWS, columns: int = COLUMNS, byte: int | None = None) -> PackedWeight:
+    """A matrix as a file holds it: random integers and sub-scales, or all their bytes alike; scales of a usual size."""
     generator = np.random.default_rng(len(name) + rows)
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
     blocks = generator.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    if byte is not None:
+        blocks[:] = byte
 
     def scale() -> np.ndarray:
         halves = (generator.standard_normal((rows, columns // block, 1)) * 0.02).astype(np.float16)
@@ -115,6 +117,16 @@ def test_activations_that_int8_holds_are_not_rounded(isa: str, name: str) -> Non
     exact = x.double() @ reference(weight).double().T
     tolerance = 1e-6 * (x.double().abs() @ reference(weight).double().abs().T)
     assert ((linear(x, pack(weight)).double() - exact).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_sums_have_room_for_the_largest_products(isa: str, name: str, byte: int) -> None:
+    weight = file_weight(name, byte=byte)
+    x = torch.full((4, COLUMNS), 127.0) * torch.tensor([1.0, -1.0, 1.0, -1.0])[:, None]
+    x[2:, 1::2] *= -1
+    found, exact = linear(x, pack(weight)).double(), x.double() @ reference(weight).double().T
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
