@@ -22,7 +22,7 @@ _OWN_CALL = 32
 def linear_by_head(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """x [T, heads, columns] times each head's matrix transposed, of [heads, rows, columns]: [T, heads, rows].
 
-    A matrix has at least 4 rows; products by fewer are not the same at every place in a tile.
+    A matrix has at least 16 rows; products by fewer need not be the same at every place in a tile.
     """
     tile, count = TILE[x.dtype], x.shape[0]
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -count % tile))

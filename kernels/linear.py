@@ -2,8 +2,9 @@
 
 torch's `linear` is not row-exact: with another number of rows it may choose another kernel, which adds in another
 order. So rows go through in tiles of one fixed shape. A larger shape is used for many rows where a probe, once for
-each matrix shape, shows that it gives the same bits as the tile. Weights that the native CPU kernels have packed are
-theirs to multiply; they are row-exact by themselves.
+each matrix shape, shows that it gives the same bits as the tile; and each row has a tile of its own where another
+shows that its place in one matters. Weights that the native CPU kernels have packed are theirs to multiply; they are
+row-exact by themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kernels.packed import FLOAT_FORMATS, PackedWeight
 TILE = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 8}
 _WIDE = (256, 64)  # larger shapes that are tried, in this order
 _DEQUANTISED_AT_ONCE = 4096  # rows of a quantised matrix
+_ALIGNMENT = 64  # bytes, of what torch allocates
+_FEW = 16  # rows of a matrix that places in a tile are tried for
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,16 +57,19 @@ def select_rows(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ matrix [N, K]^T by tiles."""
-    tile = TILE[x.dtype]
-    count = x.shape[0]
+    tile, count = TILE[x.dtype], x.shape[0]
     if count == 0:
         return x.new_empty(0, matrix.shape[0])
+    shape = (matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device, torch.get_num_threads())
+    if not _is_even(*shape):
+        return torch.cat([torch_linear(_first_of_tile(row), matrix)[:1] for row in x])
     padded = -count % tile
     if padded:
         x = torch.cat([x, x.new_zeros(padded, x.shape[1])])
     if x.shape[0] == tile:
         return torch_linear(x, matrix)[:count]
-    wide = _widest(x.shape[0], matrix)
+    # The largest shape for so many rows that is known to equal the tile.
+    wide = next((rows for rows in _WIDE if rows <= x.shape[0] and _equals_tile(rows, *shape)), tile)
     parts = []
     start = 0
     while start < x.shape[0]:
@@ -73,20 +79,48 @@ def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)[:count]
 
 
-def _widest(rows: int, matrix: torch.Tensor) -> int:
-    """The largest shape for `rows` rows that is known to equal the tile."""
-    shape = (matrix.shape[0], matrix.shape[1], matrix.dtype, matrix.device, torch.get_num_threads())
-    return next((wide for wide in _WIDE if wide <= rows and _equals_tile(wide, *shape)), TILE[matrix.dtype])
+def _first_of_tile(row: torch.Tensor) -> torch.Tensor:
+    """A tile of its own for a row [K], in memory of its own."""
+    tile = row.new_zeros(TILE[row.dtype], len(row))
+    tile[0] = row
+    return tile
+
+
+@cache
+def _is_even(rows: int, columns: int, dtype: torch.dtype, device: torch.device, num_threads: int) -> bool:
+    """Whether a row has the same bits at all places of a tile, and wherever that lies in memory. By MKL it has not for
+    a few matrices of few rows, on processors of AMD."""
+    if rows > _FEW:
+        return True
+    tile = TILE[dtype]
+    x, matrix = _random(tile, rows, columns, dtype, device)
+    alone = torch.cat([torch_linear(_first_of_tile(row), matrix)[:1] for row in x])
+    for offset in range(_ALIGNMENT // x.element_size()):
+        moved = x.new_zeros(offset + x.numel())[offset:].view_as(x)
+        for shift in range(tile):
+            if not torch.equal(torch_linear(moved.copy_(x.roll(shift, 0)), matrix), alone.roll(shift, 0)):
+                return False
+    return True
 
 
 @cache
 def _equals_tile(
     wide: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device, num_threads: int
 ) -> bool:
-    """Whether `wide` rows at once have the bits of tiles. The order of additions depends on shapes, not on values,
-    so random values show it."""
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(wide, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
-    matrix = torch.randn(rows, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
+    """Whether `wide` rows at once have the bits of tiles."""
+    x, matrix = _random(wide, rows, columns, dtype, device)
     tiles = torch.cat([torch_linear(part, matrix) for part in x.split(TILE[dtype])])
     return torch.equal(torch_linear(x, matrix), tiles)
+
+
+def _random(
+    count: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [count, columns] and a matrix [rows, columns] to probe with: the order of additions depends on shapes, not on
+    values, so random values show it."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(height: int) -> torch.Tensor:
+        return torch.randn(height, columns, dtype=torch.float32, device=device, generator=generator).to(dtype)
+
+    return drawn(count), drawn(rows)

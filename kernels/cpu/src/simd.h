@@ -411,11 +411,11 @@ static inline void prefetch(const void*) {}
 #endif
 
 // Weights of 8 bits, which are stored with 128 added, as they are multiplied; and a row's sum over the lines of a group.
-#if !defined(__ARM_FEATURE_DOTPROD) && (defined(__AVX512F__) || !defined(__AVX2__))
+#if defined(__AVX512F__) || !defined(__AVX2__)
+#if !defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kSignedWeights = false;
 static inline i32 as_weights(i32 a) { return a; }
 #endif
-#if defined(__AVX512F__) || !defined(__AVX2__)
 template <int kBits>
 struct Dot {
     i32 sum;
