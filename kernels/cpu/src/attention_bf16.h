@@ -13,6 +13,8 @@ constexpr float kLog2E = 1.44269504088896341f;
 
 static inline int padded_dim(int head_dim) { return (head_dim + kWordDims - 1) / kWordDims * kWordDims; }
 
+static inline i32 lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
 // 2^x to 3e-6, for x of at most 0; of far lower ones 2^-126. The whole part of x goes to the exponent by way of a
 // number so large that its last bit is worth 1. Coefficients: least largest error over [-1/2, 1/2].
 static inline f32 exp2_of(f32 x) {

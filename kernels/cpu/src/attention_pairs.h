@@ -18,10 +18,10 @@ struct PairMemory {
     float* partial;      // softmax of a run of queries over one split, as in kernels.h
     float* scores;       // of that run [queries][128]
     uint32_t* weights;   // its probabilities, pairs of positions [queries][64]
-    uint16_t* queries;   // all of the item, rounded [queries][padded dim]
+    uint32_t* queries;   // all of the item, pairs of dimensions [queries][padded dim / 2]
     uint16_t* copies;    // keys of 16 positions that are held in bytes [16][padded dim]
     uint32_t* keys;      // pairs of dimensions [128 / 16][padded dim / 2][16]
-    uint16_t* values;    // pairs of positions [64][padded dim][2]
+    uint32_t* values;    // pairs of positions [64][padded dim]
 };
 
 static inline PairMemory pair_memory(float* scratch, int head_dim) {
@@ -29,10 +29,10 @@ static inline PairMemory pair_memory(float* scratch, int head_dim) {
     PairMemory memory;
     auto take = [&](int words) { return scratch += words, scratch - words; };
     memory.keys = (uint32_t*)take(kKvSplit / 2 * padded);
-    memory.values = (uint16_t*)take(kKvSplit / 2 * padded);
+    memory.values = (uint32_t*)take(kKvSplit / 2 * padded);
     memory.scores = take(kRegisterQueries * kKvSplit);
     memory.weights = (uint32_t*)take(kRegisterQueries * kKvSplit / 2);
-    memory.queries = (uint16_t*)take(kQueryBlock * padded / 2);
+    memory.queries = (uint32_t*)take(kQueryBlock * padded / 2);
     memory.copies = (uint16_t*)take(kLanes * padded / 2);
     memory.partial = take(kRegisterQueries * attention_row(head_dim));
     return memory;
@@ -40,19 +40,12 @@ static inline PairMemory pair_memory(float* scratch, int head_dim) {
 
 static inline f32 add_pairs(f32 sums, i32 a, i32 b) { return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b); }
 
-// Two neighbours in each lane.
-static inline i32 splat_pair(const uint16_t* pair) {
-    int32_t both;
-    std::memcpy(&both, pair, sizeof(both));
-    return splat_i(both);
-}
-
-static void round_queries(const AttentionItem& item, uint16_t* queries) {
+static void round_queries(const AttentionItem& item, uint32_t* queries) {
     const int padded = padded_dim(item.head_dim);
-    for (int q = 0; q < item.count; q++, queries += padded)
+    for (int q = 0; q < item.count; q++, queries += padded / 2)
         for (int d = 0; d < padded; d += 16) {
             const f32 part = d < item.head_dim ? load(item.query[q] + d) : splat(0.0f);
-            _mm256_storeu_si256((__m256i*)(queries + d), (__m256i)_mm512_cvtneps_pbh(part));
+            _mm256_storeu_si256((__m256i*)(queries + d / 2), (__m256i)_mm512_cvtneps_pbh(part));
         }
 }
 
@@ -98,8 +91,8 @@ static void lay_values(const AttentionItem& item, int base, int positions, const
         order[1][i] = (uint16_t)(order[0][i] + 16);
     }
     const i32 low = load_i(order[0]), high = load_i(order[1]);
-    uint16_t* to = memory.values;
-    for (int p = base; p < base + positions; p += 2, to += 2 * padded) {
+    uint32_t* to = memory.values;
+    for (int p = base; p < base + positions; p += 2, to += padded) {
         const char* rows[2];
         for (int i = 0; i < 2; i++) {
             const int at = p + i < item.context ? p + i : item.context - 1;
@@ -108,29 +101,30 @@ static void lay_values(const AttentionItem& item, int base, int positions, const
         }
         for (int d = 0; d < padded; d += kWordDims) {
             const i32 a = load_words<kDtype>(rows[0], d, item.head_dim), b = load_words<kDtype>(rows[1], d, item.head_dim);
-            store_i(to + 2 * d, _mm512_permutex2var_epi16(a, low, b));
-            store_i(to + 2 * d + 32, _mm512_permutex2var_epi16(a, high, b));
+            store_i(to + d, _mm512_permutex2var_epi16(a, low, b));
+            store_i(to + d + kLanes, _mm512_permutex2var_epi16(a, high, b));
         }
     }
 }
 
-// Scores of kVectors * 16 positions, not scaled. Keys of 16 positions are `stride` dwords apart.
+// out[query][vector] = the sum over `pairs` of a pair of each row, in every lane, times a pair of vectors: rows are
+// `row_stride` dwords apart, vectors `vector_stride`, and those of the next pair `pair_stride`.
 template <int kQueries, int kVectors>
-static inline void score_pairs(const uint16_t* queries, int padded, const uint32_t* keys, int head_dim, size_t stride,
-                               float* scores) {
+static inline void multiply_pairs(const uint32_t* rows, size_t row_stride, const uint32_t* vectors, size_t vector_stride,
+                                  size_t pair_stride, int pairs, float* out, size_t out_stride) {
     f32 sums[kQueries][kVectors];
     for (int q = 0; q < kQueries; q++)
         for (int v = 0; v < kVectors; v++) sums[q][v] = splat(0.0f);
-    for (int d = 0; d < head_dim; d += 2, keys += kLanes) {
-        i32 key[kVectors];
-        for (int v = 0; v < kVectors; v++) key[v] = load_i(keys + v * stride);
+    for (int pair = 0; pair < pairs; pair++, vectors += pair_stride) {
+        i32 vector[kVectors];
+        for (int v = 0; v < kVectors; v++) vector[v] = load_i(vectors + v * vector_stride);
         for (int q = 0; q < kQueries; q++) {
-            const i32 pair = splat_pair(queries + (size_t)q * padded + d);
-            for (int v = 0; v < kVectors; v++) sums[q][v] = add_pairs(sums[q][v], key[v], pair);
+            const i32 both = splat_i((int32_t)rows[q * row_stride + pair]);
+            for (int v = 0; v < kVectors; v++) sums[q][v] = add_pairs(sums[q][v], vector[v], both);
         }
     }
     for (int q = 0; q < kQueries; q++)
-        for (int v = 0; v < kVectors; v++) store(scores + q * kKvSplit + v * kLanes, sums[q][v]);
+        for (int v = 0; v < kVectors; v++) store(out + q * out_stride + v * kLanes, sums[q][v]);
 }
 
 // Scores [128] of a query over positions [from, to) of the split at `base`, a whole number of blocks, to probabilities
@@ -138,11 +132,10 @@ static inline void score_pairs(const uint16_t* queries, int padded, const uint32
 template <KvDtype kDtype>
 static void soften_pairs(const AttentionItem& item, int base, int query, int from, int to, const SplitScales& scales,
                          float* scores, uint32_t* weights, float& maximum, float* sums) {
-    alignas(64) constexpr int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int first = item.first[query] - base, last = item.last[query] - base;
     const bool all_visible = first <= from && last >= to;
     auto visible = [&](int p) {
-        const i32 position = _mm512_add_epi32(load_i(lane), splat_i(p));
+        const i32 position = _mm512_add_epi32(lane_numbers(), splat_i(p));
         return (__mmask16)(_mm512_cmple_epi32_mask(splat_i(first), position) &
                            _mm512_cmplt_epi32_mask(position, splat_i(last)));
     };
@@ -173,25 +166,6 @@ static void soften_pairs(const AttentionItem& item, int base, int query, int fro
     store(sums, total);
 }
 
-// Values [positions / 2][padded][2] from dimension `at` on, weighed: kVectors * 16 numbers of each of rows.
-template <int kQueries, int kVectors>
-static inline void weigh_pairs(const uint32_t* weights, const uint16_t* values, int pairs, int padded, float* rows,
-                               size_t row_stride) {
-    f32 sums[kQueries][kVectors];
-    for (int q = 0; q < kQueries; q++)
-        for (int v = 0; v < kVectors; v++) sums[q][v] = splat(0.0f);
-    for (int pair = 0; pair < pairs; pair++, values += 2 * padded) {
-        i32 value[kVectors];
-        for (int v = 0; v < kVectors; v++) value[v] = load_i(values + 2 * kLanes * v);
-        for (int q = 0; q < kQueries; q++) {
-            const i32 weight = splat_i((int32_t)weights[q * (kKvSplit / 2) + pair]);
-            for (int v = 0; v < kVectors; v++) sums[q][v] = add_pairs(sums[q][v], value[v], weight);
-        }
-    }
-    for (int q = 0; q < kQueries; q++)
-        for (int v = 0; v < kVectors; v++) store(rows + q * row_stride + v * kLanes, sums[q][v]);
-}
-
 // kQueries queries from `begin` on over the split at `base`, of which keys and values are laid out.
 template <KvDtype kDtype, int kQueries>
 static void attend_pairs(const AttentionItem& item, int base, int begin, int positions, const SplitScales& scales,
@@ -202,25 +176,28 @@ static void attend_pairs(const AttentionItem& item, int base, int begin, int pos
     const int from = first > 0 ? first / kKvBlock * kKvBlock : 0;
     const int to = last < positions ? (last + kKvBlock - 1) / kKvBlock * kKvBlock : positions;
     if (from >= to) return;
-    const uint16_t* queries = memory.queries + (size_t)begin * padded;
-    const size_t stride = (size_t)padded / 2 * kLanes;
+    const uint32_t* queries = memory.queries + (size_t)begin * padded / 2;
+    const size_t stride = (size_t)padded / 2 * kLanes;  // keys of 16 positions
+    auto score = [&]<int kVectors>(int p) {
+        multiply_pairs<kQueries, kVectors>(queries, padded / 2, memory.keys + p / kLanes * stride, stride, kLanes,
+                                           item.head_dim / 2, memory.scores + p, kKvSplit);
+    };
     int p = from;
-    for (; p + 2 * kKvBlock <= to; p += 2 * kKvBlock)
-        score_pairs<kQueries, 4>(queries, padded, memory.keys + p / kLanes * stride, item.head_dim, stride, memory.scores + p);
-    if (p < to)
-        score_pairs<kQueries, 2>(queries, padded, memory.keys + p / kLanes * stride, item.head_dim, stride, memory.scores + p);
+    for (; p + 2 * kKvBlock <= to; p += 2 * kKvBlock) score.template operator()<4>(p);
+    if (p < to) score.template operator()<2>(p);
     float split_maxima[kQueries];
     for (int q = 0; q < kQueries; q++)
         soften_pairs<kDtype>(item, base, begin + q, from, to, scales, memory.scores + q * kKvSplit,
                              memory.weights + q * (kKvSplit / 2), split_maxima[q],
                              memory.partial + q * row + item.head_dim);
-    const uint32_t* weights = memory.weights + from / 2;
-    const uint16_t* values = memory.values + (size_t)from * padded;
+    const uint32_t* values = memory.values + (size_t)from / 2 * padded;
+    auto weigh = [&]<int kVectors>(int d) {
+        multiply_pairs<kQueries, kVectors>(memory.weights + from / 2, kKvSplit / 2, values + d, kLanes, padded,
+                                           (to - from) / 2, memory.partial + d, row);
+    };
     int d = 0;
-    for (; d + 4 * kLanes <= item.head_dim; d += 4 * kLanes)
-        weigh_pairs<kQueries, 4>(weights, values + 2 * d, (to - from) / 2, padded, memory.partial + d, row);
-    for (; d < item.head_dim; d += kLanes)
-        weigh_pairs<kQueries, 1>(weights, values + 2 * d, (to - from) / 2, padded, memory.partial + d, row);
+    for (; d + 4 * kLanes <= item.head_dim; d += 4 * kLanes) weigh.template operator()<4>(d);
+    for (; d < item.head_dim; d += kLanes) weigh.template operator()<1>(d);
     merge(kQueries, maxima + begin, rows + (size_t)begin * row, split_maxima, memory.partial, item.head_dim);
 }
 

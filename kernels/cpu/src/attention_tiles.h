@@ -118,13 +118,12 @@ struct SplitKeys {
 template <KvDtype kDtype>
 static void find_keys(const AttentionItem& item, int base, int positions, uint16_t* copies, SplitKeys& keys) {
     const int padded = padded_dim(item.head_dim);
-    const int32_t lane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int tile = 0; tile < positions / kTileRows; tile++, copies += kTileRows * padded) {
         const int first = base + tile * kTileRows;
         const int32_t* slots = item.slots + first;
         const int there = item.context - first < kTileRows ? item.context - first : kTileRows;
         if (kDtype == kKvBfloat16 && there == kTileRows && item.head_dim % kWordDims == 0) {
-            const i32 even = _mm512_add_epi32(splat_i(slots[0]), load_i(lane));
+            const i32 even = _mm512_add_epi32(splat_i(slots[0]), lane_numbers());
             if (_mm512_cmpneq_epi32_mask(load_i(slots), even) == 0) {
                 keys.rows[tile] = item.key + (size_t)slots[0] * item.slot_stride;
                 keys.stride[tile] = item.slot_stride;
