@@ -231,6 +231,15 @@ class EngineSettings:
             group=_SPECULATION, validator=_POSITIVE, help="The longest recurrence that n-gram looks for."
         ),
     ] = _SPECULATIVE.ngram_max_match
+    speculative_ngram_history: Annotated[
+        int,
+        Parameter(
+            group=_SPECULATION,
+            validator=Number(gte=0, lte=1 << 28),
+            help="Entries of 8 bytes in which n-gram keeps what followed what in all requests' answers, to draft for "
+            "later requests (0: each request drafts from its own text alone).",
+        ),
+    ] = _SPECULATIVE.ngram_history
 
     threads: Annotated[
         int | None,
@@ -393,6 +402,7 @@ class EngineSettings:
             num_draft_tokens=self.speculative_num_draft_tokens or _SPECULATIVE.num_draft_tokens,
             ngram_min_match=self.speculative_ngram_min_match,
             ngram_max_match=self.speculative_ngram_max_match,
+            ngram_history=self.speculative_ngram_history,
             draft_window_size=self.speculative_draft_window_size,
         )
 

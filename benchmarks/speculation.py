@@ -22,7 +22,7 @@ from app.settings import EngineSettings
 from containers.application import ApplicationContainer
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
-from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
+from speculative.adaptive import Choice, PayoffController, Prospect
 
 BASELINE = "none"
 _WIDTHS = (20, 10, 8, 14, 10, 8)
@@ -47,8 +47,8 @@ class Everything(PayoffController):
     def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
         return Choice([i for i, prospect in enumerate(prospects) if prospect.worth is not None], True)
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
-        return [len(candidate.levels) for candidate in candidates]
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        return [len(draft) for draft in drafts]
 
 
 def without_control(settings: EngineSettings) -> ApplicationContainer:

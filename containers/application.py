@@ -19,6 +19,7 @@ from models.loader import inspect_model
 from speculative.adaptive import PayoffController
 from speculative.drafters import make_drafter, offered
 from speculative.drafting_worker import DraftingWorker
+from speculative.history import NgramHistory
 from speculative.pairing import inspect_drafter, scratch_slots, target_layer_ids
 
 
@@ -90,12 +91,14 @@ class ApplicationContainer(containers.DeclarativeContainer):
         ),
     )
     controller = providers.Singleton(PayoffController)
+    history = providers.Singleton(NgramHistory, speculative_options.ngram_history)
     drafting_worker = providers.Singleton(
         DraftingWorker,
         target.runner,
         tokenizer.provided.eos_token_ids,
         options=speculative_options,
         controller=controller,
+        history=history,
         drafter=drafter,
     )
     # What a request may ask for.

@@ -163,14 +163,6 @@ class StepCostModel:
         return step - self._seen.get(_bucket(rows), -PROBE_AGE)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """What could be verified for one request: tokens drafted at `levels` of confidence."""
-
-    rates: AcceptRates
-    levels: Sequence[int]
-
-
 class DraftWorth:
     """What drafts of a model were worth lately: the sum of their tokens' chances, as far as each is above what
     verifying it costs. As that changes with the batch, it is kept for some THRESHOLDS of it."""
@@ -238,7 +230,7 @@ class Prospect:
     """
 
     worth: DraftWorth | None
-    lookup: Sequence[float] = ()
+    without: Sequence[float] = ()
 
 
 class Choice(NamedTuple):
@@ -269,7 +261,7 @@ class PayoffController:
         self.draft_costs = StepCostModel()  # of the drafting model, by rows of its pass
         self._step = 0
         self._credit = 0.0  # seconds that probing may lose now
-        self._shape = (0, 0)  # of the last step: candidates, and rows without drafts
+        self._shape = (0, 0)  # of the last step: requests, and rows without drafts
         self._tokens = self._seconds = 0.0  # expected of the last steps of that shape
 
     def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
@@ -285,7 +277,7 @@ class PayoffController:
         row_price = rate * (then - now) / more  # tokens that a row has to bring
         gains = sorted(
             (
-                (prospect.worth.above(row_price) - _worth(prospect.lookup, row_price), i)
+                (prospect.worth.above(row_price) - _worth(prospect.without, row_price), i)
                 for i, prospect in enumerate(prospects)
                 if prospect.worth is not None
             ),
@@ -305,8 +297,8 @@ class PayoffController:
         self._credit -= loss
         return Choice([gains[0][1]], False)
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
-        """How many tokens to verify for each candidate, at most as many as it has.
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        """How many tokens to verify of each request's draft, which is given as the chances of its tokens.
 
         `rows` are the rows of the step without drafts: one a decoding request, and those of prompt chunks.
         `drafting`: rows of the drafting model's pass, if it was run. Its time is spent then, so a row is worth it if it
@@ -315,24 +307,20 @@ class PayoffController:
         self._step += 1
         reach = self.costs.reach - rows
         if reach <= 0:
-            return [0] * len(candidates)
-        flat = [
-            (-chance, owner)
-            for owner, candidate in enumerate(candidates)
-            for chance in candidate.rates.chances(candidate.levels)
-        ]
+            return [0] * len(drafts)
+        flat = [(-chance, owner) for owner, chances in enumerate(drafts) for chance in chances]
         # Stable, and chances fall within a draft, so what is taken of each draft is its beginning.
-        if len(candidates) > 1:
+        if len(drafts) > 1:
             flat.sort(key=itemgetter(0))
         del flat[reach:]
         costs = [self.costs.at(count) for count in range(rows, rows + len(flat) + 1)]
         yields = list(accumulate((-chance for chance, _ in flat), initial=float(rows)))
         self._credit = min(self._credit + PROBE_SHARE * costs[0], MAX_CREDIT * costs[0])
-        chosen = self._best(yields, costs, self._rate(len(candidates), rows) if drafting else None)
+        chosen = self._best(yields, costs, self._rate(len(drafts), rows) if drafting else None)
         chosen = self._probe(chosen, rows, yields, costs)
         spent = self.draft_costs.at(drafting) if drafting else 0.0
         self._expect(yields[chosen], costs[chosen] + spent)
-        counts = [0] * len(candidates)
+        counts = [0] * len(drafts)
         for _, owner in flat[:chosen]:
             counts[owner] += 1
         return counts
@@ -357,11 +345,11 @@ class PayoffController:
         self._tokens = RATE_KEPT * self._tokens + tokens
         self._seconds = RATE_KEPT * self._seconds + seconds
 
-    def _rate(self, candidates: int, rows: int) -> float:
+    def _rate(self, requests: int, rows: int) -> float:
         """Tokens a second of steps of this shape, at least those of a plain one."""
         plain = rows / self.costs.at(rows)
-        if (candidates, rows) != self._shape:
-            self._shape = (candidates, rows)
+        if (requests, rows) != self._shape:
+            self._shape = (requests, rows)
             self._tokens = self._seconds = 0.0
         return max(plain, self._tokens / self._seconds) if self._seconds else plain
 

@@ -1,5 +1,5 @@
-"""The worker that drafts: by looking up what the text said before, by a drafting model, or not at all, whichever
-is measured to pay for each request in each step."""
+"""The worker that drafts: by looking up what the text said before, or other answers did, by a drafting model, or not
+at all, whichever is measured to pay for each request in each step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from speculative.adaptive import (
     NOBODY,
     TIMES_NEEDED,
     AcceptRates,
-    Candidate,
     Choice,
     DraftWorth,
     PayoffController,
@@ -24,6 +23,7 @@ from speculative.adaptive import (
 )
 from speculative.alarm import AcceptAlarm
 from speculative.drafter import Drafter
+from speculative.history import HISTORY_GUESSES, LONGEST_CONTEXT, NgramHistory
 from speculative.ngram import NgramIndex
 from speculative.options import SpeculativeOptions
 from speculative.proposal import LEVEL_GUESSES, Proposal
@@ -33,16 +33,22 @@ _NOTHING = Proposal()
 # Tokens of new texts that are looked through in a step: long prompts that arrive together hold nobody up.
 INDEXED_A_STEP = 16_384
 _FEW = 64  # tokens, as a step adds to a text
+LEARNED_AT_ONCE = 4096  # tokens of an answer's beginning that the others may draft from: some milliseconds
 # What a draft is taken to be worth while there has not been one: enough to try.
 _FIRST_DRAFT = tuple(0.7**j for j in range(1, 8))
 
 
 @dataclass(slots=True)
 class _Source:
-    """Drafts of one kind for one request: their accept rates, and the last one."""
+    """Drafts of one kind for one request: their accept rates, the last draft, and the chances of its tokens."""
 
     rates: AcceptRates
     proposal: Proposal = _NOTHING
+    chances: Sequence[float] = ()
+
+    def offer(self, proposal: Proposal) -> None:
+        self.proposal = proposal
+        self.chances = self.rates.chances(proposal.levels)
 
 
 @dataclass(slots=True)
@@ -51,6 +57,7 @@ class _Drafting:
     is expected to pay; `long`: the last one of them was worth verifying to its end, or beyond what a short one has."""
 
     lookup: _Source
+    history: _Source
     model: _Source
     worth: DraftWorth
     watch: Watch
@@ -60,7 +67,8 @@ class _Drafting:
 
 
 class DraftingWorker(SpeculativeWorker):
-    """Drafts of prompt lookup and of a drafting model, verified by the target, under pay-off control."""
+    """Drafts of prompt lookup, of earlier answers and of a drafting model, verified by the target, under pay-off
+    control."""
 
     def __init__(
         self,
@@ -68,15 +76,18 @@ class DraftingWorker(SpeculativeWorker):
         eos_token_ids: frozenset[int],
         options: SpeculativeOptions,
         controller: PayoffController,
+        history: NgramHistory,
         drafter: Drafter | None = None,
     ) -> None:
         super().__init__(runner, eos_token_ids)
         self._options = options
+        self._answers = history
         self._controller = controller
         self._drafter = drafter
         promised = None if drafter is None else drafter.promised_accept_length
         self._alarm = None if promised is None else AcceptAlarm(promised)
         self._lookup_rates = AcceptRates()
+        self._history_rates = AcceptRates(guesses=HISTORY_GUESSES)
         self._model_rates = AcceptRates(guesses=LEVEL_GUESSES)
         self._worth = DraftWorth(chances=_FIRST_DRAFT)  # of all requests
         self._watch = Watch()  # likewise
@@ -113,13 +124,13 @@ class DraftingWorker(SpeculativeWorker):
         states = [self._state(request) for request in requests]
         self._to_index = INDEXED_A_STEP
         for request, state, limit in zip(requests, states, limits, strict=True):
-            state.model.proposal = _NOTHING
-            state.lookup.proposal = self._look_up(request, state, limit)
-        drafting = self._run_model(requests, states, limits, rows)
-        chosen = [self._better(state) for state in states]
-        lengths = self._controller.plan(
-            [Candidate(source.rates, source.proposal.levels) for source in chosen], rows, drafting
-        )
+            state.model.offer(_NOTHING)
+            state.lookup.offer(self._look_up(request, state, limit))
+            state.history.offer(self._recall(request, limit))
+        from_text = [_likeliest(state.lookup, state.history) for state in states]
+        drafting = self._run_model(requests, states, from_text, limits, rows)
+        chosen = [_likeliest(state.model, text) for state, text in zip(states, from_text, strict=True)]
+        lengths = self._controller.plan([source.chances for source in chosen], rows, drafting)
         if drafting:
             self._note_lengths(states, chosen, lengths)
         return [source.proposal.token_ids[:length] for source, length in zip(chosen, lengths, strict=True)]
@@ -154,6 +165,7 @@ class DraftingWorker(SpeculativeWorker):
         if state is None or not emitted:
             return
         self._learn(state.lookup, request, emitted)
+        self._learn(state.history, request, emitted)
         tried, agreed = self._learn(state.model, request, emitted)
         if self._alarm is not None and tried and request.sampling.temperature == 0:
             self._alarm.observe(tried, agreed)
@@ -180,7 +192,10 @@ class DraftingWorker(SpeculativeWorker):
 
     def release(self, request: Request) -> None:
         super().release(request)
-        self._drafting.pop(request, None)
+        if self._drafting.pop(request, None) is not None and self._looks_up(request):
+            start = max(0, len(request.prompt_ids) - LONGEST_CONTEXT)
+            stop = min(request.num_tokens, len(request.prompt_ids) + LEARNED_AT_ONCE)
+            self._answers.learn(request.token_ids(start, stop), len(request.prompt_ids) - start)
 
     def _algorithm(self, request: Request) -> str:
         return request.speculation.algorithm or self._options.algorithm
@@ -200,6 +215,7 @@ class DraftingWorker(SpeculativeWorker):
         if state is None:
             state = self._drafting[request] = _Drafting(
                 _Source(AcceptRates(self._lookup_rates)),
+                _Source(AcceptRates(self._history_rates)),
                 _Source(AcceptRates(self._model_rates)),
                 DraftWorth(self._worth),
                 Watch(self._watch),
@@ -223,10 +239,21 @@ class DraftingWorker(SpeculativeWorker):
         first = draft.match_length
         return Proposal(draft.token_ids, tuple(range(first, first + len(draft.token_ids))))
 
+    def _recall(self, request: Request, limit: int) -> Proposal:
+        if not self._looks_up(request):
+            return _NOTHING
+        end = request.num_tokens
+        return self._answers.propose(request.token_ids(max(0, end - LONGEST_CONTEXT), end), limit)
+
     def _run_model(
-        self, requests: Sequence[Request], states: Sequence[_Drafting], limits: Sequence[int], rows: int
+        self,
+        requests: Sequence[Request],
+        states: Sequence[_Drafting],
+        from_text: Sequence[_Source],
+        limits: Sequence[int],
+        rows: int,
     ) -> int:
-        """Have the model draft for those that it pays for; returns the rows of its pass."""
+        """Have the model draft for those that it pays for, beyond what they have; returns the rows of its pass."""
         drafter = self._drafter
         if drafter is None:
             return 0
@@ -236,7 +263,7 @@ class DraftingWorker(SpeculativeWorker):
             else 0
             for request, state, limit in zip(requests, states, limits, strict=True)
         ]
-        chosen, pays = self._prospects_chosen(states, rooms, rows) if any(rooms) else NOBODY
+        chosen, pays = self._prospects_chosen(states, from_text, rooms, rows) if any(rooms) else NOBODY
         ready = drafter.make_ready([requests[i] for i in chosen]) if chosen else []
         chosen = [i for i, is_ready in zip(chosen, ready, strict=True) if is_ready]
         if not chosen:
@@ -249,20 +276,18 @@ class DraftingWorker(SpeculativeWorker):
         for i, proposal in zip(chosen, proposals, strict=True):
             states[i].pays = pays
             source = states[i].model
-            source.proposal = proposal
-            chances = source.rates.chances(proposal.levels)
-            states[i].worth.observe(chances)
-            self._worth.observe(chances)
+            source.offer(proposal)
+            states[i].worth.observe(source.chances)
+            self._worth.observe(source.chances)
         return pass_rows
 
-    def _prospects_chosen(self, states: Sequence[_Drafting], rooms: Sequence[int], rows: int) -> Choice:
+    def _prospects_chosen(
+        self, states: Sequence[_Drafting], from_text: Sequence[_Source], rooms: Sequence[int], rows: int
+    ) -> Choice:
         assert self._drafter is not None
         prospects = [
-            Prospect(
-                state.worth if room else None,
-                state.lookup.rates.chances(state.lookup.proposal.levels),
-            )
-            for state, room in zip(states, rooms, strict=True)
+            Prospect(state.worth if room else None, text.chances)
+            for state, text, room in zip(states, from_text, rooms, strict=True)
         ]
         return self._controller.choose(prospects, rows, self._drafter.pass_rows([max(rooms)]))
 
@@ -274,14 +299,6 @@ class DraftingWorker(SpeculativeWorker):
             if source is state.model:
                 state.long = length >= self._drafter.short_draft
 
-    @staticmethod
-    def _better(state: _Drafting) -> _Source:
-        if not state.model.proposal.token_ids:
-            return state.lookup
-        return max(
-            (state.model, state.lookup), key=lambda source: sum(source.rates.chances(source.proposal.levels))
-        )
-
     def _learn(self, source: _Source, request: Request, emitted: int) -> tuple[int, int]:
         """Compare the last draft with what was emitted, verified or not, so that drafting resumes as soon as it would
         pay. How many of its tokens could be compared, and how many of those agreed before the first that did not."""
@@ -292,3 +309,8 @@ class DraftingWorker(SpeculativeWorker):
         agreed = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
         self._controller.observe(source.rates, proposal.levels[: len(pairs)], agreed)
         return len(pairs), agreed
+
+
+def _likeliest(first: _Source, second: _Source) -> _Source:
+    """Whose draft is expected to have more tokens accepted."""
+    return max(first, second, key=lambda source: sum(source.chances))

@@ -12,6 +12,7 @@ Algorithm = Literal["none", "ngram", "dflash", "standalone", "eagle3", "mtp", "a
 class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drafted. `num_draft_tokens` counts verified rows, the last token included.
 
+    `ngram_history`: entries in which n-grams of all answers are remembered; 0: none.
     `draft_window_size`: how many tokens of context a DFlash block sees; None: all.
     """
 
@@ -20,6 +21,7 @@ class SpeculativeOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_draft_tokens: int = 16
     ngram_min_match: int = 1
     ngram_max_match: int = 16
+    ngram_history: int = 262_144
     draft_window_size: int | None = None
 
     @property

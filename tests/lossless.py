@@ -25,6 +25,7 @@ from models.options import Dtype, ModelOptions
 from speculative.adaptive import PayoffController
 from speculative.drafter import Drafter
 from speculative.drafting_worker import DraftingWorker
+from speculative.history import NgramHistory
 from speculative.options import Algorithm, SpeculativeOptions
 from speculative.worker import SpeculativeWorker
 from tests.engine.fakes import Receiver
@@ -147,13 +148,15 @@ class AlwaysPays(PayoffController):
 
 
 def ngram(runner: ModelRunner, eos: frozenset[int]) -> GenerationWorker:
-    return DraftingWorker(runner, eos, SpeculativeOptions(algorithm="ngram"), AlwaysPays())
+    return DraftingWorker(
+        runner, eos, SpeculativeOptions(algorithm="ngram"), AlwaysPays(), NgramHistory(4096)
+    )
 
 
 def drafting(algorithm: Algorithm, drafter: Drafter) -> WorkerMaker:
     """Drafts of a model that has been started."""
     options = SpeculativeOptions(algorithm=algorithm)
-    return lambda runner, eos: DraftingWorker(runner, eos, options, AlwaysPays(), drafter)
+    return lambda runner, eos: DraftingWorker(runner, eos, options, AlwaysPays(), NgramHistory(4096), drafter)
 
 
 def oracle(known: Mapping[str, Sequence[int]], rate: float) -> WorkerMaker:

@@ -24,10 +24,11 @@ from engine.slot_table import SlotTable
 from engine.tokenizer import Tokenizer, load_tokenizer
 from models.loader import inspect_model, load_drafter
 from models.options import ModelOptions
-from speculative.adaptive import Candidate, Choice, PayoffController, Prospect
+from speculative.adaptive import Choice, PayoffController, Prospect
 from speculative.dflash import DFlash
 from speculative.drafter import Drafter
 from speculative.drafting_worker import DraftingWorker
+from speculative.history import NgramHistory
 from speculative.options import Algorithm, SpeculativeOptions
 from speculative.proposal import MakeSamplingRow, Proposal
 from speculative.standalone import Standalone
@@ -195,8 +196,8 @@ class Everything(PayoffController):
     def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
         return Choice([i for i, prospect in enumerate(prospects) if prospect.worth is not None], True)
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
-        return [len(candidate.levels) for candidate in candidates]
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        return [len(draft) for draft in drafts]
 
 
 @dataclass
@@ -281,6 +282,7 @@ def serving(
         pair.tokenizer.eos_token_ids,
         SpeculativeOptions(algorithm=algorithm),
         controller or Everything(),
+        NgramHistory(0),
         drafter,
     )
     worker.detect_mamba_commit()

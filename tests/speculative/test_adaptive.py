@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from speculative.adaptive import AcceptRates, Candidate, PayoffController, StepCostModel
+from speculative.adaptive import AcceptRates, PayoffController, StepCostModel
 
 LIMIT = 7
 LEVELS = range(LIMIT)  # of confidence, by position
@@ -52,7 +52,7 @@ def simulate(
     rates = [AcceptRates(everyone) for _ in range(requests)]
     seconds = tokens = 0.0
     for step in range(steps):
-        counts = controller.plan([Candidate(r, LEVELS) for r in rates], requests)
+        counts = controller.plan([r.chances(LEVELS) for r in rates], requests)
         rows = requests + sum(counts)
         took = cost(rows) * (1 + noise * rng.random())
         controller.observe_step(rows, took)
@@ -115,14 +115,13 @@ def test_drafting_resumes_after_drafts_have_become_right() -> None:
 def test_unverified_drafts_can_be_observed_so_that_drafting_resumes_at_once() -> None:
     controller = PayoffController()
     rates = AcceptRates()
-    offers = [Candidate(rates, LEVELS)]
 
     def plan_after(accepted: int, steps: int) -> int:
         for _ in range(steps):
             controller.plan([], 1)
             controller.observe(rates, [0], accepted)
         measure(controller, linear(0.2))
-        return controller.plan(offers, 1)[0]
+        return controller.plan([rates.chances(LEVELS)], 1)[0]
 
     assert plan_after(accepted=0, steps=200) == 0
     assert plan_after(accepted=1, steps=60) > 0
@@ -168,12 +167,12 @@ def always(accepted: bool) -> AcceptRates:
 
 def test_nothing_is_drafted_before_plain_steps_are_measured() -> None:
     controller = PayoffController()
-    assert controller.plan([Candidate(always(True), LEVELS)], 1) == [0]
+    assert controller.plan([always(True).chances(LEVELS)], 1) == [0]
 
 
 def test_a_step_tries_at_most_double_the_rows_measured() -> None:
     controller = measured(linear(0.0), most_rows=2)
-    assert controller.plan([Candidate(always(True), LEVELS)], 1) == [3]
+    assert controller.plan([always(True).chances(LEVELS)], 1) == [3]
 
 
 @pytest.mark.parametrize(("gain", "drafted"), [(0.005, 0), (0.05, 1)])
@@ -182,20 +181,20 @@ def test_drafts_that_hardly_pay_are_not_worth_the_risk(gain: float, drafted: int
     rates = always(True)
     for _ in range(100):
         controller.observe(rates, [0], 1)
-    assert controller.plan([Candidate(rates, [0])], 1) == [drafted]
+    assert controller.plan([rates.chances([0])], 1) == [drafted]
 
 
 def test_a_draft_is_never_longer_than_offered() -> None:
     controller = measured(linear(0.0))
-    candidates = [Candidate(always(True), range(length)) for length in (3, 0, 5)]
-    assert controller.plan(candidates, 3) == [3, 0, 5]
+    drafts = [always(True).chances(range(length)) for length in (3, 0, 5)]
+    assert controller.plan(drafts, 3) == [3, 0, 5]
     assert controller.plan([], 3) == []
 
 
 def test_rows_go_to_the_request_whose_drafts_are_accepted() -> None:
     controller = measured(lambda rows: 1.0 if rows <= 9 else 2.0)
     good, bad = always(True), always(False)
-    assert controller.plan([Candidate(bad, LEVELS), Candidate(good, LEVELS)], 2) == [0, LIMIT]
+    assert controller.plan([bad.chances(LEVELS), good.chances(LEVELS)], 2) == [0, LIMIT]
 
 
 def test_rates_are_kept_by_confidence() -> None:
@@ -205,9 +204,8 @@ def test_rates_are_kept_by_confidence() -> None:
     for _ in range(100):
         controller.observe(rates, range(8, 8 + LIMIT), LIMIT)
         controller.observe(rates, range(1, 1 + LIMIT), 0)
-    assert controller.plan(
-        [Candidate(rates, range(8, 8 + LIMIT)), Candidate(rates, range(1, 1 + LIMIT))], 2
-    ) == [LIMIT, 0]
+    drafts = [rates.chances(range(start, start + LIMIT)) for start in (8, 1)]
+    assert controller.plan(drafts, 2) == [LIMIT, 0]
 
 
 def test_confidence_above_the_highest_level_counts_as_that() -> None:
@@ -242,7 +240,7 @@ def test_a_new_request_starts_from_what_others_saw() -> None:
     everyone = AcceptRates()
     for _ in range(100):
         controller.observe(AcceptRates(everyone), LEVELS, 0)
-    assert controller.plan([Candidate(AcceptRates(everyone), LEVELS)], 1) == [0]
+    assert controller.plan([AcceptRates(everyone).chances(LEVELS)], 1) == [0]
 
 
 def test_the_cost_of_a_step_is_a_median_between_neighbours() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from speculative.adaptive import AcceptRates, Candidate, DraftWorth, PayoffController, Prospect
+from speculative.adaptive import AcceptRates, DraftWorth, PayoffController, Prospect
 from speculative.proposal import LEVEL_GUESSES
 
 LENGTH = 7
@@ -69,10 +69,8 @@ def simulate(
         for i, (levels, _) in drafts.items():
             requests[i].worth.observe(requests[i].rates.chances(levels))
         if fixed is None:
-            candidates = [
-                Candidate(r.rates, drafts[i][0] if i in drafts else ()) for i, r in enumerate(requests)
-            ]
-            counts = controller.plan(candidates, rows, len(drafts))
+            offered = [r.rates.chances(drafts[i][0] if i in drafts else ()) for i, r in enumerate(requests)]
+            counts = controller.plan(offered, rows, len(drafts))
         else:
             counts = [fixed] * rows
         took = machine.step(rows + sum(counts)) * (1 + 0.05 * rng.random())

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.request import OutputEvent, Request, SpeculationParams
-from speculative.adaptive import FIRST_NAP, NOBODY, PATIENCE, Candidate, Choice, Prospect
+from speculative.adaptive import FIRST_NAP, NOBODY, PATIENCE, Choice, Prospect
 from speculative.alarm import WINDOW
 from speculative.features import MAX_KEPT
 from speculative.proposal import MakeSamplingRow, Proposal
@@ -181,8 +181,8 @@ class Never(Everything):
     def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
         return NOBODY
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
-        return [0] * len(candidates)
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        return [0] * len(drafts)
 
 
 class Reading(Recorded):
@@ -384,8 +384,8 @@ class AtMost(Everything):
         super().__init__()
         self.tokens = tokens
 
-    def plan(self, candidates: Sequence[Candidate], rows: int, drafting: int = 0) -> list[int]:
-        return [min(length, self.tokens) for length in super().plan(candidates, rows, drafting)]
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        return [min(length, self.tokens) for length in super().plan(drafts, rows, drafting)]
 
 
 class Hopeful(Recorded):
