@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,8 @@ from models.default import default_drafter_path, default_model_path
 
 PEERS = Path(__file__).with_name("peers.py")
 ENGINES = ("tandem", "llama.cpp", "openvino", "transformers")
-PLAIN = {"tandem": "none"}  # what an engine calls decoding without speculation, where it is not "plain"
+# What an engine calls decoding without speculation.
+_PLAIN_MODES = {name: ("none" if name == "tandem" else "plain",) for name in ENGINES}
 _WIDTHS = (16, 14, 8, 10)
 
 _SEVERAL = Parameter(consume_multiple=True)
@@ -37,20 +38,30 @@ _AT_LEAST_ONE = Parameter(validator=Number(gte=1))
 
 @dataclass(frozen=True)
 class Workload:
-    """Something to measure: prompts, all at once, and the modes of engines that take part."""
+    """Something to measure: prompts, all at once, and the modes of engines that take part.
+
+    `stop`: tokens that end the answer before `max_tokens`, to a single prompt.
+    """
 
     name: str
     prompts: list[list[int]]
     max_tokens: int
     modes: dict[str, tuple[str, ...]]
+    stop: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one engine made of one workload: its speed in tokens/s, and the tokens."""
+    """What one engine made of one workload: so many tokens in so many seconds, and all tokens of its answers."""
 
-    speed: float
+    count: int
+    seconds: float
     tokens: list[list[int]]
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s."""
+        return self.count / max(self.seconds, 1e-9)
 
 
 class Engine:
@@ -75,12 +86,17 @@ class Engine:
 
     def measure(self, workload: Workload, mode: str) -> Measured:
         """Raises RuntimeError where the engine fails."""
-        request = {"prompts": workload.prompts, "max_tokens": workload.max_tokens, "mode": mode}
+        request = {
+            "prompts": workload.prompts,
+            "max_tokens": workload.max_tokens,
+            "mode": mode,
+            "stop": workload.stop,
+        }
         assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)
         answer = self._answer()
         self.peak_mb = answer["peak_mb"]
-        return Measured(_speed(workload, answer["answers"]), [tokens for _, _, tokens in answer["answers"]])
+        return counted(workload, answer["answers"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -106,6 +122,7 @@ def compare_cpu(
     streams: Annotated[tuple[int, ...], _SEVERAL] = (4, 8, 16),
     prefill: Annotated[tuple[int, ...], _SEVERAL] = (512, 2048),
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 48,
+    text_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 256,
     repeats: Annotated[int, _AT_LEAST_ONE] = 3,
     threads: Annotated[int | None, _AT_LEAST_ONE] = None,
     options: Annotated[PromptOptions, Parameter(name="*")] = PromptOptions(limit=8),
@@ -133,7 +150,11 @@ def compare_cpu(
     prefill
         Tokens of prompts whose reading is timed.
     max_tokens
-        Tokens of every answer.
+        Tokens of every answer but those to --prompts.
+    text_tokens
+        Longest answer to a text of --prompts. It ends where the model ends it.
+    repeats
+        How often all is measured.
     """
     path = Path(model) if model else default_model_path()
     drafter = drafter or (None if model else str(default_drafter_path()))
@@ -148,7 +169,7 @@ def compare_cpu(
         "model": str(path),
         "drafter": drafter,
         "streams": max(streams),
-        "context": -(-(longest + max(streams) * max_tokens + 64) // 256) * 256,
+        "context": -(-(longest + max(max(streams) * max_tokens, text_tokens) + 64) // 256) * 256,
         "threads": threads,
         "drafts": 8,
     }
@@ -156,9 +177,8 @@ def compare_cpu(
     missing: dict[str, str] = {}
     for name in engines:
         python = peers_python if name in ("llama.cpp", "openvino") else sys.executable
-        modes = (PLAIN.get(name, "plain"),)
         try:
-            running[name] = Engine(python, name, settings | {"modes": modes})
+            running[name] = Engine(python, name, settings | {"modes": _PLAIN_MODES[name]})
         except (RuntimeError, OSError) as error:
             missing[name] = str(error)
             print(f"{name}: left out ({error})", flush=True)
@@ -171,7 +191,8 @@ def compare_cpu(
     )
     windows = window(long_text)
     for repeat in range(repeats):
-        for workload in workloads(windows, contexts, streams, prefill, texts, max_tokens, speculating):
+        synthetic = workloads(windows, contexts, streams, prefill, max_tokens)
+        for workload in [*synthetic, *answers(texts, text_tokens, tokenizer.eos_token_ids, speculating)]:
             measure(running, workload, repeat, results, missing)
     for engine in running.values():
         engine.close()
@@ -204,26 +225,32 @@ def workloads(
     contexts: Sequence[int],
     streams: Sequence[int],
     prefill: Sequence[int],
-    texts: Sequence[list[int]],
     max_tokens: int,
-    speculating: dict[str, tuple[str, ...]],
 ) -> Iterator[Workload]:
-    """All that is measured in one round, over new text."""
+    """What is measured in one round over new text, as long as is asked for."""
 
     def text(count: int) -> list[int]:
         return list(itertools.islice(windows, count))
 
-    plain = {name: (PLAIN.get(name, "plain"),) for name in ENGINES}
-    batching = {name: modes for name, modes in plain.items() if name != "transformers"}
+    batching = {name: modes for name, modes in _PLAIN_MODES.items() if name != "transformers"}
     for context in contexts:
-        yield Workload(f"decode at {context}", [text(context)], max_tokens, plain)
+        yield Workload(f"decode at {context}", [text(context)], max_tokens, _PLAIN_MODES)
     for count in streams:
         yield Workload(f"{count} streams", [text(64) for _ in range(count)], max_tokens, batching)
     for count in prefill:
-        yield Workload(f"prefill {count}", [text(count)], 1, plain)
+        yield Workload(f"prefill {count}", [text(count)], 1, _PLAIN_MODES)
+
+
+def answers(
+    texts: Sequence[list[int]],
+    max_tokens: int,
+    stop: Iterable[int],
+    speculating: dict[str, tuple[str, ...]],
+) -> Iterator[Workload]:
+    """The answers to `texts`, in all modes of each engine."""
+    modes = {name: (*own, *speculating.get(name, ())) for name, own in _PLAIN_MODES.items()}
     for number, prompt in enumerate(texts):
-        modes = {name: (*own, *speculating.get(name, ())) for name, own in plain.items()}
-        yield Workload(f"text {number}", [prompt], max_tokens, modes)
+        yield Workload(f"text {number}", [prompt], max_tokens, modes, tuple(sorted(stop)))
 
 
 def measure(
@@ -246,15 +273,21 @@ def measure(
         ].append(measured)
 
 
-def _speed(workload: Workload, answers: Sequence[tuple[float, float, list[int]]]) -> float:
-    """Tokens/s: of the prompt, where one token is asked for; of all streams together, prompts included; else of
-    decoding alone."""
-    first, last = answers[0][0], max(end for _, end, _ in answers)
+def counted(workload: Workload, replies: Sequence[tuple[float, float, list[int]]]) -> Measured:
+    """What counts: of a prompt whose reading is timed, its own tokens; of several streams all they wrote, prompts
+    read meanwhile; else what was decoded after the first token."""
+    tokens = [tokens for _, _, tokens in replies]
+    first, last = replies[0][0], max(end for _, end, _ in replies)
     if workload.max_tokens == 1:
-        return len(workload.prompts[0]) / first
-    if len(answers) > 1:
-        return sum(len(tokens) for _, _, tokens in answers) / last
-    return (workload.max_tokens - 1) / max(last - first, 1e-9)
+        return Measured(len(workload.prompts[0]), first, tokens)
+    if len(replies) > 1:
+        return Measured(sum(map(len, tokens)), last, tokens)
+    return Measured(len(tokens[0]) - 1, last - first, tokens)
+
+
+def whole(runs: Sequence[Measured]) -> float:
+    """Tokens/s of all runs together."""
+    return sum(run.count for run in runs) / max(sum(run.seconds for run in runs), 1e-9)
 
 
 def summarise(
@@ -263,14 +296,25 @@ def summarise(
     weight_bytes: int,
     bandwidth: float,
 ) -> dict[str, Any]:
-    """Medians, and ratios of Tandem's to those of others, from runs that took turns."""
-    speeds = {key: median(m.speed for m in measured) for key, measured in results.items()}
+    """Medians, and ratios of Tandem's to those of others, from runs that took turns. Texts count together, as they
+    differ: their speed is that of all tokens, so a longer answer counts more."""
+    speeds = {
+        key: whole(runs) if key[0] == "text" else median(run.speed for run in runs)
+        for key, runs in results.items()
+    }
 
     def ratio(workload: str, mode: str, peer: str, peer_mode: str) -> float | None:
         ours, theirs = results.get((workload, "tandem", mode)), results.get((workload, peer, peer_mode))
         if not ours or not theirs:
             return None
+        if workload == "text":
+            return whole(ours) / whole(theirs)
         return median(a.speed / b.speed for a, b in zip(ours, theirs, strict=False))
+
+    def median_text(mode: str, peer: str, peer_mode: str) -> float | None:
+        runs = zip(results["text", "tandem", mode], results.get(("text", peer, peer_mode), ()), strict=False)
+        ratios = [ours.speed / theirs.speed for ours, theirs in runs if ours.count and theirs.count]
+        return median(ratios) if ratios else None
 
     names = list(dict.fromkeys(workload for workload, _, _ in results))
     decode, filling = names[0], next((name for name in names if name.startswith("prefill")), "")
@@ -279,6 +323,7 @@ def summarise(
         "plain_vs_openvino": ratio(decode, "none", "openvino", "plain"),
         "plain_vs_transformers": ratio(decode, "none", "transformers", "plain"),
         "auto_vs_llamacpp": ratio("text", "auto", "llama.cpp", "plain"),
+        "auto_vs_llamacpp_median_text": median_text("auto", "llama.cpp", "plain"),
         "auto_vs_llamacpp_lookup": ratio("text", "auto", "llama.cpp", "lookup"),
         "streams8_vs_openvino": ratio("8 streams", "none", "openvino", "plain"),
         "streams8_vs_llamacpp": ratio("8 streams", "none", "llama.cpp", "plain"),

@@ -155,13 +155,19 @@ def measure(
     return runs
 
 
-def generate(model: PreTrainedModel, prompt_ids: list[int], max_tokens: int) -> Run:
-    """`max_tokens` greedy tokens from transformers."""
+def generate(
+    model: PreTrainedModel, prompt_ids: list[int], max_tokens: int, stop_token_ids: Sequence[int] = ()
+) -> Run:
+    """`max_tokens` greedy tokens from transformers, or those up to the first of `stop_token_ids`."""
     inputs = torch.tensor([prompt_ids], device=model.device)
     streamer = ArrivalTimes()
     start = time.perf_counter()
     output = model.generate(  # type: ignore[operator]  # typed as any attribute of a module
-        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_tokens, streamer=streamer
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=max_tokens,
+        eos_token_id=list(stop_token_ids) or None,
+        streamer=streamer,
     )
     token_ids = tuple(output[0, len(prompt_ids) :].tolist())
     return Run(token_ids, Timing.of(start, streamer.arrivals))

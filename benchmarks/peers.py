@@ -16,14 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TextIO
 
-# generate(prompts, max_tokens, mode) decodes every prompt greedily to exactly max_tokens, all prompts at once.
-# It gives, of each, seconds from the start to its first and to its last token, and the tokens.
+# generate(prompts, max_tokens, mode, stop) decodes every prompt greedily to exactly max_tokens, all prompts at once; or
+# a single one until it writes a token of `stop`, if there are any. It gives, of each, seconds from the start to its
+# first and to its last token, and the tokens.
 Answer = tuple[float, float, list[int]]
-Generate = Callable[[Sequence[list[int]], int, str], list[Answer]]
+Generate = Callable[[Sequence[list[int]], int, str, Sequence[int]], list[Answer]]
 
 
 def tandem(settings: dict[str, Any], stack: ExitStack) -> Generate:
-    """Modes are algorithms of speculation. The prefix cache is off."""
+    """Modes are algorithms of speculation. Nothing is kept of earlier requests, neither prefixes nor n-grams."""
     from concurrent.futures import ThreadPoolExecutor
 
     import in_process
@@ -39,13 +40,16 @@ def tandem(settings: dict[str, Any], stack: ExitStack) -> Generate:
         context_length=settings["context"],
         max_total_tokens=settings["context"],
         disable_prefix_caching=True,
+        speculative_ngram_history=0,
         threads=settings["threads"],
     )
     engine = stack.enter_context(in_process.tandem(options))
     pool = stack.enter_context(ThreadPoolExecutor(settings["streams"]))
 
-    def generate(prompts: Sequence[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    def generate(
+        prompts: Sequence[list[int]], max_tokens: int, mode: str, stop: Sequence[int]
+    ) -> list[Answer]:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=not stop)
 
         def one(prompt: list[int]) -> Answer:
             answer = engine.generate(prompt, sampling, mode)
@@ -92,7 +96,7 @@ def llama_cpp(settings: dict[str, Any], stack: ExitStack) -> Generate:
             if row[3]
         }
 
-    def plain(prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+    def plain(prompts: Sequence[list[int]], max_tokens: int, stop: Sequence[int]) -> list[Answer]:
         library.llama_memory_clear(library.llama_get_memory(context), True)
         start = time.perf_counter()
         rows = [
@@ -107,13 +111,15 @@ def llama_cpp(settings: dict[str, Any], stack: ExitStack) -> Generate:
                 tokens[s].append(token)
                 first[s] = time.perf_counter() - start
         for step in range(max_tokens - 1):
+            if tokens[0][-1] in stop:
+                break
             following = [(tokens[s][-1], len(prompt) + step, s, True) for s, prompt in enumerate(prompts)]
             for s, token in decode(following).items():
                 tokens[s].append(token)
         end = time.perf_counter() - start
         return [(first[s], end, tokens[s]) for s in range(len(prompts))]
 
-    def lookup(prompt: list[int], max_tokens: int) -> Answer:
+    def lookup(prompt: list[int], max_tokens: int, stop: Sequence[int]) -> Answer:
         if not high_level:
             high_level.append(
                 library.Llama(
@@ -134,14 +140,16 @@ def llama_cpp(settings: dict[str, Any], stack: ExitStack) -> Generate:
         for token in llama.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
             tokens.append(token)
             first = first or time.perf_counter() - start
-            if len(tokens) == max_tokens:
+            if len(tokens) == max_tokens or token in stop:
                 break
         return first, time.perf_counter() - start, tokens
 
-    def generate(prompts: Sequence[list[int]], max_tokens: int, mode: str) -> list[Answer]:
+    def generate(
+        prompts: Sequence[list[int]], max_tokens: int, mode: str, stop: Sequence[int]
+    ) -> list[Answer]:
         if mode == "lookup":
-            return [lookup(prompt, max_tokens) for prompt in prompts]
-        return plain(prompts, max_tokens)
+            return [lookup(prompt, max_tokens, stop) for prompt in prompts]
+        return plain(prompts, max_tokens, stop)
 
     return generate
 
@@ -161,9 +169,13 @@ def openvino(settings: dict[str, Any], stack: ExitStack) -> Generate:
         settings["model"], scheduler, "CPU", {"INFERENCE_NUM_THREADS": settings["threads"]}
     )
 
-    def generate(prompts: Sequence[list[int]], max_tokens: int, mode: str) -> list[Answer]:
+    def generate(
+        prompts: Sequence[list[int]], max_tokens: int, mode: str, stop: Sequence[int]
+    ) -> list[Answer]:
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, not stop, False
+        if stop:
+            config.eos_token_id, config.stop_token_ids = stop[0], set(stop)
         start = time.perf_counter()
         handles = [
             pipeline.add_request(i, ov.Tensor(np.array([prompt], dtype=np.int64)), config)
@@ -198,8 +210,10 @@ def transformers(settings: dict[str, Any], stack: ExitStack) -> Generate:
     files = inspect_model(ModelOptions(model=settings["model"]))
     model = compare_transformers.load_reference(files, torch.bfloat16, torch.device("cpu"))
 
-    def generate(prompts: Sequence[list[int]], max_tokens: int, mode: str) -> list[Answer]:
-        runs = [compare_transformers.generate(model, prompt, max_tokens) for prompt in prompts]
+    def generate(
+        prompts: Sequence[list[int]], max_tokens: int, mode: str, stop: Sequence[int]
+    ) -> list[Answer]:
+        runs = [compare_transformers.generate(model, prompt, max_tokens, stop) for prompt in prompts]
         return [
             (run.timing.ttft, run.timing.ttft + run.timing.decode_seconds, list(run.token_ids))
             for run in runs
@@ -221,14 +235,16 @@ def serve(name: str, settings: dict[str, Any], requests: TextIO, replies: TextIO
     with ExitStack() as stack:
         try:
             generate = ENGINES[name](settings, stack)
-            generate([[1, 2, 3]], 2, settings["modes"][0])  # ready is what can answer
+            generate([[1, 2, 3]], 2, settings["modes"][0], ())  # ready is what can answer
         except Exception as error:  # whatever an engine cannot do here is told, and the others go on
             return say({"error": f"{type(error).__name__}: {error}"})
         say({"seconds": time.perf_counter() - start})
         for line in requests:
             request = json.loads(line)
             try:
-                answers = generate(request["prompts"], request["max_tokens"], request["mode"])
+                answers = generate(
+                    request["prompts"], request["max_tokens"], request["mode"], request["stop"]
+                )
             except Exception as error:
                 say({"error": f"{type(error).__name__}: {error}"})
                 continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -63,6 +63,7 @@ def speculation(
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 256,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
     always: Annotated[bool, Parameter(negative=())] = False,
+    only: str | None = None,
     options: Annotated[PromptOptions, Parameter(name="*")] = PromptOptions(),
     settings: Annotated[EngineSettings, Parameter(name="*")] = EngineSettings(),
 ) -> int:
@@ -78,14 +79,22 @@ def speculation(
         Longest answer.
     temperature
         Of sampling, with a seed by prompt. 0: greedy.
+    only
+        Compare this algorithm alone with none. Then it may draft from its answers to earlier prompts as well, as
+        --speculative-ngram-history says. Several algorithms may not: each would find the answer that another has just
+        given.
     always
         Make and verify all drafts, whether or not they pay: accept lengths are then those of the drafter by itself.
     """
     prompts = options.read()
     rows: list[Row] = []
     skipped: list[str] = []
+    if only is None:
+        settings = replace(settings, speculative_ngram_history=0)
     with tandem(settings, without_control if always else build) as engine:
-        algorithms = engine.algorithms
+        algorithms = engine.algorithms if only is None else (BASELINE, only)
+        if only is not None and only not in engine.algorithms:
+            raise ValueError(f"--only {only}: the engine offers {', '.join(engine.algorithms)}")
         # The first steps of a shape are slow.
         for algorithm in algorithms:
             engine.generate(engine.encode(["Count to ten."]), SamplingParams(max_tokens=16), algorithm)

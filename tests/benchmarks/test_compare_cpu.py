@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 from command import run
-from compare_cpu import Engine, Measured, compare_cpu, summarise, window
+from compare_cpu import Engine, Measured, Workload, compare_cpu, counted, summarise, window
 
 from tests.models.gguf_files import convert
 from tests.tiny_model import save_tiny_model
@@ -33,7 +33,7 @@ def test_a_whole_run_names_who_is_missing(tmp_path: Path, capsys: pytest.Capture
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "to be or not to be or not to be"}) + "\n")
     flags = "--engines tandem llama.cpp --peers-python /nowhere/python --contexts 20 --streams 3 --prefill 40"
-    more = f"--repeats 1 --max-tokens 6 --threads 1 --model {path} --prompts {prompts} --json"
+    more = f"--repeats 1 --max-tokens 6 --text-tokens 6 --threads 1 --model {path} --prompts {prompts} --json"
     assert run(compare_cpu, [*flags.split(), *more.split()]) == 0
     output = capsys.readouterr().out
     assert "llama.cpp: left out" in output
@@ -51,7 +51,7 @@ def test_a_whole_run_names_who_is_missing(tmp_path: Path, capsys: pytest.Capture
 
 def test_ratios_above_one_mean_that_tandem_is_better() -> None:
     def runs(*speeds: float) -> list[Measured]:
-        return [Measured(speed, [[1, 2, 3]]) for speed in speeds]
+        return [Measured(int(speed), 1.0, [[1, 2, 3]]) for speed in speeds]
 
     class Finished(Engine):
         def __init__(self, peak_mb: float) -> None:
@@ -64,14 +64,15 @@ def test_ratios_above_one_mean_that_tandem_is_better() -> None:
         ("8 streams", "openvino", "plain"): runs(500.0),
         ("text", "tandem", "none"): runs(300.0),
         ("text", "tandem", "ngram"): runs(600.0),
-        ("text", "tandem", "auto"): runs(450.0),
-        ("text", "llama.cpp", "plain"): [Measured(100.0, [[1, 9, 3]])],
+        ("text", "tandem", "auto"): [*runs(450.0, 300.0), Measured(250, 0.5, [[1]]), Measured(0, 0.0, [[1]])],
+        ("text", "llama.cpp", "plain"): [Measured(100, 1.0, [[1, 9, 3]]) for _ in range(4)],
     }
     summary = summarise(results, {"tandem": Finished(300.0), "llama.cpp": Finished(200.0)}, 10**9, 600.0)
     assert summary["ratios"] == pytest.approx(
         {
             "plain_vs_llamacpp": 3.0,
-            "auto_vs_llamacpp": 4.5,
+            "auto_vs_llamacpp": 4.0,  # 1000 tokens in 2.5 s
+            "auto_vs_llamacpp_median_text": 4.5,
             "streams8_vs_openvino": 1.6,
             "peak_memory_vs_llamacpp": 1.5,
         }
@@ -85,3 +86,13 @@ def test_text_never_begins_twice_alike() -> None:
     windows = window(tokens)
     first, second = (list(itertools.islice(windows, 7)) for _ in range(2))
     assert first != second
+
+
+def test_what_counts_is_what_was_asked_for() -> None:
+    def workload(prompts: int, max_tokens: int) -> Workload:
+        return Workload("w", [[1, 2, 3, 4]] * prompts, max_tokens, {})
+
+    assert counted(workload(1, 1), [(0.5, 0.5, [7])]).speed == 8  # tokens of the prompt
+    assert counted(workload(1, 9), [(0.5, 1.5, [7, 8, 9])]).speed == 2  # of those after the first
+    assert counted(workload(2, 3), [(0.5, 2.0, [7, 8, 9]), (0.6, 2.0, [7, 8, 9])]).speed == 3  # of all
+    assert counted(workload(1, 9), [(0.5, 0.5, [2])]).speed == 0  # an answer that ends at once

@@ -152,3 +152,29 @@ def test_engine_settings_also_come_from_the_environment(capsys: pytest.CaptureFi
     assert "/nowhere/model.gguf" in capsys.readouterr().err
     assert run(speculation, [], config=sources({"TANDEM_MODLE": "x"})) == 2
     assert "TANDEM_MODLE" in capsys.readouterr().err
+
+
+def test_an_algorithm_by_itself_drafts_from_its_earlier_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same prompt three times: compared with others, each of which has just answered, it must not."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text((json.dumps({"prompt": "to be or not"}) + "\n") * 3)
+    flags = f"--model {save_tiny_model(tmp_path)} --device cpu --max-total-tokens 512 --max-tokens 24 --always --json"
+    accept_lengths = []
+    for only in (["--only", "ngram"], []):
+        assert run(speculation, [*flags.split(), "--prompts", str(prompts), *only]) == 0
+        summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert summary["identical"] is True
+        accept_lengths.append(summary["ngram"]["accept_length"])
+        assert ("auto" in summary) == (not only)
+    alone, compared = accept_lengths
+    assert alone > 1.5 * compared
+
+
+def test_an_algorithm_that_is_not_offered_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--model {save_tiny_model(tmp_path)} --device cpu --max-total-tokens 512 --only dflash"
+    assert run(speculation, flags.split()) == 2
+    assert "--only dflash: the engine offers none, ngram, auto" in capsys.readouterr().err
