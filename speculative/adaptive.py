@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter, mul
+from operator import itemgetter, truediv
 from typing import NamedTuple
 
 NUM_LEVELS = 16  # of confidence; higher ones count as the last
@@ -24,6 +24,9 @@ SETTLE_EVERY = 4  # steps after which they are looked at again, once there are s
 TIMES_NEEDED = 3  # before it is: the first steps of a shape are often slow
 DRIFT = 0.4  # share by which one step moves the pace of all row counts
 SURPRISE = 1.25  # factor by which a step may differ from what was expected and still tell of the pace
+HOPELESS = (
+    0.02  # a draft ends behind a token that is less likely than this to be accepted: no row is as cheap
+)
 MARGIN = 0.01  # by which drafting must win over plain decoding
 MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is known less well
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
@@ -62,12 +65,14 @@ class AcceptRates:
     def observe(self, levels: Sequence[int], accepted: int, step: int) -> None:
         """Of the tokens drafted at `levels` the first `accepted` ones were right; what follows the first wrong one
         was never tried."""
+        hits, trials, seen = self._hits, self._trials, self._seen
         for i, level in enumerate(levels[: accepted + 1]):
-            level = min(level, NUM_LEVELS - 1)
-            fade = DECAY ** (step - self._seen[level])
-            self._hits[level] = self._hits[level] * fade + (i < accepted)
-            self._trials[level] = self._trials[level] * fade + 1
-            self._seen[level] = step
+            if level >= NUM_LEVELS:
+                level = NUM_LEVELS - 1
+            fade = 1.0 if seen[level] == step else DECAY ** (step - seen[level])
+            hits[level] = hits[level] * fade + (i < accepted)
+            trials[level] = trials[level] * fade + 1
+            seen[level] = step
         self._alone = None
         if self._everyone is not None:
             self._everyone.observe(levels, accepted, step)
@@ -85,16 +90,22 @@ class AcceptRates:
         return self._alone
 
     def chances(self, levels: Sequence[int]) -> list[float]:
-        """The chance of each token of a draft that it is accepted, which takes all before it."""
-        last = NUM_LEVELS - 1
-        if self._everyone is None:
-            return list(accumulate((self.alone()[min(level, last)] for level in levels), mul))
-        hits, trials, prior = self._hits, self._trials, self._everyone.alone()
+        """The chance of each token of a draft that it is accepted, which takes all before it; up to the first for which
+        there is no hope."""
+        hits, trials = self._hits, self._trials
+        prior = self.alone() if self._everyone is None else self._everyone.alone()
+        weight = 0.0 if self._everyone is None else PRIOR_WEIGHT
         chance, chances = 1.0, []
         for level in levels:
-            level = min(level, last)
-            chance *= (hits[level] + PRIOR_WEIGHT * prior[level]) / (trials[level] + PRIOR_WEIGHT)
+            if level >= NUM_LEVELS:
+                level = NUM_LEVELS - 1
+            if weight:
+                chance *= (hits[level] + weight * prior[level]) / (trials[level] + weight)
+            else:
+                chance *= prior[level]
             chances.append(chance)
+            if chance < HOPELESS:
+                break
         return chances
 
 
@@ -145,10 +156,17 @@ class StepCostModel:
     def at(self, rows: int) -> float:
         """Seconds that a step with so many rows takes: linear between known counts, flat outside them. The hope that
         more rows cost no more is what makes them be tried."""
-        seconds = self._estimates.get(rows)
-        if seconds is None:
-            seconds = self._estimates[rows] = self._interpolated(rows)
-        return seconds * self._pace
+        return self.between(rows, rows)[0]
+
+    def between(self, fewest: int, most: int) -> list[float]:
+        """The same for each number of rows from `fewest` to `most`."""
+        estimates, pace = self._estimates, self._pace
+        seconds = []
+        for rows in range(fewest, most + 1):
+            if rows not in estimates:
+                estimates[rows] = self._interpolated(rows)
+            seconds.append(estimates[rows] * pace)
+        return seconds
 
     def _interpolated(self, count: int) -> float:
         known, costs = self._rows, self._costs
@@ -313,7 +331,7 @@ class PayoffController:
         if len(drafts) > 1:
             flat.sort(key=itemgetter(0))
         del flat[reach:]
-        costs = [self.costs.at(count) for count in range(rows, rows + len(flat) + 1)]
+        costs = self.costs.between(rows, rows + len(flat))
         yields = list(accumulate((-chance for chance, _ in flat), initial=float(rows)))
         self._credit = min(self._credit + PROBE_SHARE * costs[0], MAX_CREDIT * costs[0])
         chosen = self._best(yields, costs, self._rate(len(drafts), rows) if drafting else None)
@@ -359,7 +377,8 @@ class PayoffController:
         numbers = range(len(yields))
         if rate is not None:
             return max(numbers, key=lambda n: yields[n] - rate * costs[n])
-        best = max(numbers, key=lambda n: yields[n] / costs[n])
+        speeds = list(map(truediv, yields, costs))
+        best = speeds.index(max(speeds))
         return best if yields[best] / costs[best] >= (1 + MARGIN) * yields[0] / costs[0] else 0
 
     def _probe(self, best: int, rows: int, yields: Sequence[float], costs: Sequence[float]) -> int:

@@ -48,7 +48,7 @@ class _Source:
 
     def offer(self, proposal: Proposal) -> None:
         self.proposal = proposal
-        self.chances = self.rates.chances(proposal.levels)
+        self.chances = self.rates.chances(proposal.levels) if proposal.levels else ()
 
 
 @dataclass(slots=True)
@@ -303,12 +303,16 @@ class DraftingWorker(SpeculativeWorker):
         """Compare the last draft with what was emitted, verified or not, so that drafting resumes as soon as it would
         pay. How many of its tokens could be compared, and how many of those agreed before the first that did not."""
         proposal, source.proposal = source.proposal, _NOTHING
-        if not proposal.token_ids:
+        drafted = proposal.token_ids
+        if not drafted:
             return 0, 0
-        pairs = list(zip(proposal.token_ids, request.output_ids[-emitted:], strict=False))
-        agreed = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-        self._controller.observe(source.rates, proposal.levels[: len(pairs)], agreed)
-        return len(pairs), agreed
+        known = min(len(drafted), emitted)
+        written = request.output_ids[-emitted:]
+        agreed = 0
+        while agreed < known and drafted[agreed] == written[agreed]:
+            agreed += 1
+        self._controller.observe(source.rates, proposal.levels[:known], agreed)
+        return known, agreed
 
 
 def _likeliest(first: _Source, second: _Source) -> _Source:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from speculative.adaptive import HOPELESS
 from speculative.proposal import Proposal
 
 # What follows is looked up by so many tokens before it; the longest context that is known says it.
@@ -24,7 +25,6 @@ HISTORY_GUESSES = (
     *(0.4, 0.5, 0.5, 0.7),
     *(0.95, 0.95, 0.98, 0.98),
 )
-_HOPELESS = 0.02  # a draft ends where all of it is less likely right than this
 _TAG_SHIFT, _TAG_MASK = 32, 0x7FFF_FFFF
 _TOKEN_SHIFT, _TOKEN_MASK = 2, 0x3FFF_FFFF
 # Longest first: the level of confidence that a context of that length begins at, and the length.
@@ -75,7 +75,7 @@ class NgramHistory:
         tokens: list[int] = []
         levels: list[int] = []
         chance = 1.0
-        while len(tokens) < max_tokens and chance > _HOPELESS:
+        while len(tokens) < max_tokens and chance > HOPELESS:
             for lowest_level, length in _LEVELS_AND_LENGTHS:
                 if length > len(text):
                     continue

@@ -62,7 +62,7 @@ class NgramIndex:
         What followed then goes on into the proposal itself where it reaches the end of the text, so a repeated phrase
         is continued for as long as is asked.
         """
-        tokens, end = self._tokens, len(self._tokens)
+        tokens = self._tokens
         if max_tokens <= 0:
             return NgramDraft()
         position = self._latest.get(tuple(tokens[-self._min_match :]), -1)
@@ -76,8 +76,10 @@ class NgramIndex:
             position = self._earlier[position]
         if best_length == 0:
             return NgramDraft()
-        period = end - best_position
-        return NgramDraft(tuple(tokens[best_position + i % period] for i in range(max_tokens)), best_length)
+        drafted = tokens[best_position : best_position + max_tokens]
+        while len(drafted) < max_tokens:  # the text so far is what it then goes on with
+            drafted += drafted[: max_tokens - len(drafted)]
+        return NgramDraft(tuple(drafted), best_length)
 
     def _common_length(self, position: int, to_beat: int) -> int:
         """How many tokens before `position` and before the end agree, up to max_match; 0 if not more than `to_beat`."""
