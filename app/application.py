@@ -157,6 +157,7 @@ def create_app(
         served_model_name=settings.served_model_name or container.model_files().name,
         speculative_algorithms=container.algorithms(),
         max_request_bytes=settings.max_request_bytes,
+        stream_interval=settings.stream_interval,
     )
     middleware = [Middleware(QuietDisconnects)]
     if settings.api_key:

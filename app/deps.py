@@ -82,3 +82,4 @@ class ServerDeps:
     served_model_name: str
     speculative_algorithms: Sequence[str] = ("none",)
     max_request_bytes: int = 8 * 1024 * 1024
+    stream_interval: int = 1

@@ -7,11 +7,14 @@ once for as many as have come by then, so a step with many requests costs one wa
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import chain
 
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
@@ -23,7 +26,7 @@ from engine.errors import EngineStopped, InvalidRequest, QueueFull
 from engine.request import EventSink, OutputEvent, Request, SamplingParams, SpeculationParams
 
 Burst = list[tuple[int, OutputEvent]]
-"""What came since the last look: (index of the choice, event), in order."""
+"""What came since the last look: (index of the choice, event)."""
 
 
 class _Mailbox:
@@ -54,8 +57,8 @@ class _Mailbox:
 class Generation:
     """The choices of one API request, in flight. Lives on the event loop.
 
-    Iterating gives bursts until every choice has finished. It raises ApiError where a choice fails, and
-    ClientDisconnect once the client has gone.
+    Its `bursts` go on until every choice has finished. They raise ApiError where a choice fails, and ClientDisconnect
+    once the client has gone.
     """
 
     def __init__(self, engine: EnginePort, mailbox: _Mailbox, metrics: Metrics) -> None:
@@ -66,6 +69,8 @@ class Generation:
         self._indices: dict[str, int] = {}
         self._timings: list[Timing] = []
         self._burst: Burst = []
+        self._held: Counter[int] = Counter()  # tokens in it, by choice
+        self._due = 1  # how many of one choice make it go
         self._news = asyncio.Event()
         self._gone = False
         self._last_events: dict[int, OutputEvent] = {}
@@ -86,9 +91,12 @@ class Generation:
         if event.finish_reason is not None:
             self._last_events[index] = event
         self._burst.append((index, event))
-        self._news.set()
+        self._held[index] += len(event.token_ids)
+        if self._held[index] >= self._due or event.finish_reason is not None:
+            self._news.set()
 
-    async def __aiter__(self) -> AsyncIterator[Burst]:
+    async def bursts(self, interval: int = 1) -> AsyncIterator[Burst]:
+        """What has come: the first tokens and the last at once, else whenever a choice has `interval` new ones."""
         left = len(self._indices)
         while left:
             await self._news.wait()
@@ -100,10 +108,12 @@ class Generation:
             if failures:
                 at, failure = failures[0]
                 if at:  # what came before it was emitted all the same
-                    yield burst[:at]
+                    yield _merged(burst[:at])
                 raise failure
             left -= sum(event.finish_reason is not None for _, event in burst)
-            yield burst
+            self._held.clear()
+            self._due = interval
+            yield burst if len(burst) == 1 else _merged(burst)
 
     @asynccontextmanager
     async def attached(self, receive: Receive) -> AsyncIterator[None]:
@@ -144,6 +154,24 @@ class Generation:
         self._gone = True
         self.abort()
         self._news.set()
+
+
+def _merged(burst: Burst) -> Burst:
+    """One event for each choice, with all that its events say."""
+    events: dict[int, list[OutputEvent]] = {}
+    for index, event in burst:
+        events.setdefault(index, []).append(event)
+    return [(index, own[0] if len(own) == 1 else _joined(own)) for index, own in events.items()]
+
+
+def _joined(events: Sequence[OutputEvent]) -> OutputEvent:
+    return replace(
+        events[-1],
+        text="".join(event.text for event in events),
+        token_ids=tuple(chain.from_iterable(event.token_ids for event in events)),
+        logprobs=tuple(chain.from_iterable(event.logprobs for event in events)),
+        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
+    )
 
 
 def _failure(event: OutputEvent) -> ApiError | None:
@@ -200,7 +228,7 @@ async def collect(generation: Generation, receive: Receive) -> list[list[OutputE
     """All events of each choice. Raises as iterating does; the choices are aborted if the client goes away."""
     events: dict[int, list[OutputEvent]] = {}
     async with generation.attached(receive):
-        async for burst in generation:
+        async for burst in generation.bursts(sys.maxsize):
             for index, event in burst:
                 events.setdefault(index, []).append(event)
     return [events[index] for index in sorted(events)]

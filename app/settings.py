@@ -434,6 +434,14 @@ class ServerSettings(EngineSettings):
             help="Seconds that requests in flight have to finish after SIGTERM.",
         ),
     ] = 30.0
+    stream_interval: Annotated[
+        int,
+        Parameter(
+            group=_SERVER,
+            validator=_POSITIVE,
+            help="Tokens that a stream sends together, but for the first: more of them cost less.",
+        ),
+    ] = 1
     max_request_bytes: Annotated[
         int, Parameter(group=_SERVER, validator=_POSITIVE, help="The largest request body that is read.")
     ] = 8 * 1024 * 1024  # reading one holds everything up, in the worst case for a second or two

@@ -86,7 +86,9 @@ class TimedWorker(PlainWorker):
 
 
 @contextmanager
-def serving(settings: EngineSettings, width: int) -> Iterator[tuple[ApplicationContainer, TimedWorker, int]]:
+def serving(
+    settings: EngineSettings, width: int, stream_interval: int
+) -> Iterator[tuple[ApplicationContainer, TimedWorker, int]]:
     """A server in this process, its worker and its port. Raises ValueError where it cannot start."""
     configure_logging("warning")
     container = build(settings)
@@ -94,7 +96,7 @@ def serving(settings: EngineSettings, width: int) -> Iterator[tuple[ApplicationC
     lifecycle = Lifecycle(container.startup(), container.engine)
     worker = TimedWorker(container.target.runner(), container.tokenizer().eos_token_ids, width)
     container.worker.override(providers.Object(worker))
-    app = create_app(container, lifecycle, ServerSettings())
+    app = create_app(container, lifecycle, ServerSettings(stream_interval=stream_interval))
     server = Server(uvicorn.Config(app, lifespan="on", log_config=None, access_log=False), lifecycle, 0.0)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
@@ -143,6 +145,7 @@ def decode_profile(
     max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 128,
     streams: Annotated[int, Parameter(validator=Number(gte=1))] = 1,
     repeats: Annotated[int, Parameter(validator=Number(gte=1))] = 5,
+    stream_interval: Annotated[int, Parameter(validator=Number(gte=1))] = 1,
     options: Annotated[PromptOptions, Parameter(name="*")] = PromptOptions(),
     settings: Annotated[EngineSettings, Parameter(name="*")] = EngineSettings(),
 ) -> int:
@@ -159,8 +162,10 @@ def decode_profile(
         Prompts that are decoded at once.
     repeats
         How many times the streams are decoded, both ways.
+    stream_interval
+        Tokens that the server sends together.
     """
-    with serving(settings, streams) as (container, worker, port):
+    with serving(settings, streams, stream_interval) as (container, worker, port):
         prompts = fitting(container, options, max_tokens)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         parts: dict[str, dict[str, list[float]]] = {where: {name: [] for name in _PARTS} for where in _PLACES}

@@ -82,7 +82,7 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
         async def chunks() -> AsyncIterator[bytes]:
             opening = ChatDelta(role="assistant", content="")
             yield b"".join(chunk([ChatChunkChoice(index, opening)]) for index in range(n))
-            async for burst in generation:
+            async for burst in generation.bursts(deps.stream_interval):
                 size = num_logprobs(output for _, output in burst)
                 if data := await off_loop(partial(written, burst), size):
                     yield data

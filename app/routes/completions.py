@@ -103,7 +103,7 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
             return b"".join(event(answer([piece])) for piece in pieces if _says_something(piece))
 
         async def chunks() -> AsyncIterator[bytes]:
-            async for burst in generation:
+            async for burst in generation.bursts(deps.stream_interval):
                 size = num_logprobs(output for _, output in burst)
                 if data := await off_loop(partial(written, burst), size):
                     yield data

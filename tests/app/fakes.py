@@ -298,8 +298,11 @@ def serving(app: ASGIApp) -> Iterator[str]:
 
 
 @contextmanager
-def http_server(reply: str = "Hello, world", **options: Any) -> Iterator[tuple[httpx.Client, FakeEngine]]:
+def http_server(
+    reply: str = "Hello, world", stream_interval: int = 1, **options: Any
+) -> Iterator[tuple[httpx.Client, FakeEngine]]:
     """A client of a running server over a fake engine built with `options`, and that engine."""
     engine = FakeEngine(ByteTokenizer(), reply, **options)
-    with engine, serving(make_app(engine)) as url, httpx.Client(base_url=url, timeout=20) as client:
+    app = make_app(engine, stream_interval=stream_interval)
+    with engine, serving(app) as url, httpx.Client(base_url=url, timeout=20) as client:
         yield client, engine

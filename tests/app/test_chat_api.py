@@ -14,9 +14,9 @@ REPLY = "Grüße 👩‍🚀!"
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
-    with http_server(REPLY, tokens_per_step=3) as (http, engine):
+@pytest.fixture(scope="module", params=[1, 5], ids=lambda tokens: f"interval {tokens}")
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
+    with http_server(REPLY, request.param, tokens_per_step=3) as (http, engine):
         yield openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0), engine
 
 

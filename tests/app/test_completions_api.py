@@ -13,9 +13,9 @@ from tests.app.fakes import CONTEXT_LEN, FakeEngine, http_server, logprob_of
 REPLY = "naïve 🐈‍⬛ 世界, é"  # many characters of several tokens: one token is one byte here
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
-    with http_server(REPLY, tokens_per_step=2) as (http, engine):
+@pytest.fixture(scope="module", params=[1, 5], ids=lambda tokens: f"interval {tokens}")
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
+    with http_server(REPLY, request.param, tokens_per_step=2) as (http, engine):
         yield openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0), engine
 
 

@@ -213,13 +213,46 @@ def hand() -> HandEngine:
 
 
 @pytest.mark.asyncio
-async def test_events_of_one_burst_are_read_together_and_in_order(hand: HandEngine) -> None:
+async def test_what_has_come_of_a_choice_is_read_as_one_event(hand: HandEngine) -> None:
     generation = generator_over(hand).start("id", [[1], [2]], 1, SamplingParams(), SpeculationParams())
     for text, finish in (("a", None), ("b", "stop")):
         for index in range(2):
             hand.send(index, text, finish)
-    bursts = [[(index, event.text) for index, event in burst] async for burst in generation]
-    assert bursts == [[(0, "a"), (1, "a"), (0, "b"), (1, "b")]]
+    bursts = [burst async for burst in generation.bursts()]
+    (both,) = bursts
+    assert [(i, e.text, e.token_ids, e.finish_reason) for i, e in both] == [
+        (0, "ab", (1, 1), "stop"),
+        (1, "ab", (1, 1), "stop"),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_tokens_wait_for_an_interval_but_the_first_and_the_last_do_not(hand: HandEngine) -> None:
+    generation = generator_over(hand).start("id", [[1], [2]], 1, SamplingParams(), SpeculationParams())
+    read: list[list[tuple[int, str]]] = []
+
+    async def reader() -> None:
+        async for burst in generation.bursts(3):
+            read.append([(index, event.text) for index, event in burst])
+
+    task = asyncio.create_task(reader())
+    for index, text, finish in [
+        *((0, "a", None), (1, "A", None)),  # the first of one is the first of all
+        *((0, "b", None), (1, "B", None), (0, "c", None), (0, "d", None)),
+        *((1, "C", None), (0, "e", "stop")),
+        *((1, "D", None), (1, "E", None), (1, "F", None), (1, "G", "length")),
+    ]:
+        hand.send(index, text, finish)
+        for _ in range(5):
+            await asyncio.sleep(0)
+    await asyncio.wait_for(task, 5)
+    assert read == [
+        [(0, "a")],
+        [(1, "AB"), (0, "bcd")],
+        [(1, "C"), (0, "e")],
+        [(1, "DEF")],
+        [(1, "G")],
+    ]
 
 
 @pytest.mark.asyncio
@@ -275,7 +308,7 @@ def test_a_burst_wakes_the_loop_once_whatever_its_size(hand: HandEngine) -> None
         step = threading.Thread(target=lambda: [hand.send(index, "x", "stop") for index in range(16)])
         step.start()
         step.join()  # the loop is busy meanwhile, as with a slow client
-        return sum([len(burst) for client in clients async for burst in client])
+        return sum([len(burst) for client in clients async for burst in client.bursts()])
 
     loop = CountingLoop()
     assert loop.run_until_complete(two_clients()) == 16
