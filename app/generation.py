@@ -28,6 +28,8 @@ from engine.request import EventSink, OutputEvent, Request, SamplingParams, Spec
 Burst = list[tuple[int, OutputEvent]]
 """What came since the last look: (index of the choice, event)."""
 
+LONGEST_WAIT = 0.2  # seconds that tokens wait for more, in a stream that sends several together
+
 
 class _Mailbox:
     """Carries events from any thread to `loop`, waking it once a burst."""
@@ -70,7 +72,9 @@ class Generation:
         self._timings: list[Timing] = []
         self._burst: Burst = []
         self._held: Counter[int] = Counter()  # tokens in it, by choice
-        self._due = 1  # how many of one choice make it go
+        self._interval = 1
+        self._seen: set[int] = set()  # choices of which something was to be seen
+        self._timer: asyncio.TimerHandle | None = None  # while tokens wait for more
         self._news = asyncio.Event()
         self._gone = False
         self._last_events: dict[int, OutputEvent] = {}
@@ -92,15 +96,24 @@ class Generation:
             self._last_events[index] = event
         self._burst.append((index, event))
         self._held[index] += len(event.token_ids)
-        if self._held[index] >= self._due or event.finish_reason is not None:
+        if self._held[index] >= self._interval or index not in self._seen or event.finish_reason is not None:
             self._news.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LONGEST_WAIT, self._news.set)
+        if event.text or event.logprobs:
+            self._seen.add(index)
 
     async def bursts(self, interval: int = 1) -> AsyncIterator[Burst]:
-        """What has come: the first tokens and the last at once, else whenever a choice has `interval` new ones."""
+        """What has come, one event for each choice: the first tokens of a choice and the last at once, others when
+        there are `interval` of one choice, or when they have waited for long."""
+        self._interval = interval
         left = len(self._indices)
         while left:
             await self._news.wait()
             self._news.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             if self._gone:
                 raise ClientDisconnect
             burst, self._burst = self._burst, []
@@ -112,8 +125,7 @@ class Generation:
                 raise failure
             left -= sum(event.finish_reason is not None for _, event in burst)
             self._held.clear()
-            self._due = interval
-            yield burst if len(burst) == 1 else _merged(burst)
+            yield _merged(burst)
 
     @asynccontextmanager
     async def attached(self, receive: Receive) -> AsyncIterator[None]:
@@ -158,13 +170,17 @@ class Generation:
 
 def _merged(burst: Burst) -> Burst:
     """One event for each choice, with all that its events say."""
+    if len(burst) == 1:
+        return burst
     events: dict[int, list[OutputEvent]] = {}
     for index, event in burst:
         events.setdefault(index, []).append(event)
-    return [(index, own[0] if len(own) == 1 else _joined(own)) for index, own in events.items()]
+    return [(index, _joined(own)) for index, own in events.items()]
 
 
 def _joined(events: Sequence[OutputEvent]) -> OutputEvent:
+    if len(events) == 1:
+        return events[0]
     return replace(
         events[-1],
         text="".join(event.text for event in events),
@@ -224,11 +240,11 @@ class Generator:
         return generation
 
 
-async def collect(generation: Generation, receive: Receive) -> list[list[OutputEvent]]:
-    """All events of each choice. Raises as iterating does; the choices are aborted if the client goes away."""
+async def collect(generation: Generation, receive: Receive) -> list[OutputEvent]:
+    """All of each choice, as one event. Raises as iterating does; the choices are aborted if the client goes away."""
     events: dict[int, list[OutputEvent]] = {}
     async with generation.attached(receive):
         async for burst in generation.bursts(sys.maxsize):
             for index, event in burst:
                 events.setdefault(index, []).append(event)
-    return [events[index] for index in sorted(events)]
+    return [_joined(events[index]) for index in sorted(events)]

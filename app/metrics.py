@@ -1,4 +1,4 @@
-"""Prometheus metrics: the engine's own counters, and what clients see of latency."""
+"""Prometheus metrics: the engine's own counters, and latency as it delivers tokens to the event loop."""
 
 from __future__ import annotations
 

@@ -64,6 +64,9 @@ class Measured:
         return self.count / max(self.seconds, 1e-9)
 
 
+FAILED = Measured(0, 0.0, [[]])  # keeps its place, so that the others' pairs stay pairs
+
+
 class Engine:
     """A child process that runs one engine."""
 
@@ -130,7 +133,8 @@ def compare_cpu(
     """Measure Tandem and its peers on one GGUF file: decoding, streams, prompts, texts with speculation, memory.
 
     Every engine is a process of its own; they take turns, workload by workload, and the first one changes. Figures
-    are medians over --repeats, all greedy. Ratios above 1 mean that Tandem is faster, except for memory.
+    are medians over --repeats, of texts all tokens over all seconds; all greedy. Ratios above 1 mean that Tandem is
+    faster, except for memory.
 
     Parameters
     ----------
@@ -267,7 +271,7 @@ def measure(
             measured = engines[name].measure(workload, mode)
         except RuntimeError as error:
             missing[f"{name} {mode}, {workload.name}"] = str(error)
-            continue
+            measured = FAILED
         results[
             workload.name.rsplit(" ", 1)[0] if "text" in workload.name else workload.name, name, mode
         ].append(measured)
@@ -298,47 +302,47 @@ def summarise(
 ) -> dict[str, Any]:
     """Medians, and ratios of Tandem's to those of others, from runs that took turns. Texts count together, as they
     differ: their speed is that of all tokens, so a longer answer counts more."""
+    counting = {key: [run for run in runs if run.count] for key, runs in results.items()}
     speeds = {
         key: whole(runs) if key[0] == "text" else median(run.speed for run in runs)
-        for key, runs in results.items()
+        for key, runs in counting.items()
+        if runs
     }
 
-    def ratio(workload: str, mode: str, peer: str, peer_mode: str) -> float | None:
-        ours, theirs = results.get((workload, "tandem", mode)), results.get((workload, peer, peer_mode))
-        if not ours or not theirs:
-            return None
-        if workload == "text":
-            return whole(ours) / whole(theirs)
-        return median(a.speed / b.speed for a, b in zip(ours, theirs, strict=False))
+    def pairs(workload: str, mode: str, peer: str, peer_mode: str) -> list[tuple[Measured, Measured]]:
+        ours, theirs = (
+            results.get((workload, "tandem", mode), ()),
+            results.get((workload, peer, peer_mode), ()),
+        )
+        return [(a, b) for a, b in zip(ours, theirs, strict=False) if a.count and b.count]
 
-    def median_text(mode: str, peer: str, peer_mode: str) -> float | None:
-        runs = zip(results["text", "tandem", mode], results.get(("text", peer, peer_mode), ()), strict=False)
-        ratios = [ours.speed / theirs.speed for ours, theirs in runs if ours.count and theirs.count]
-        return median(ratios) if ratios else None
+    def middle(*of: str) -> float | None:
+        return median(a.speed / b.speed for a, b in found) if (found := pairs(*of)) else None
+
+    def together(*of: str) -> float | None:
+        found = pairs("text", *of)
+        return whole([a for a, _ in found]) / whole([b for _, b in found]) if found else None
 
     names = list(dict.fromkeys(workload for workload, _, _ in results))
     decode, filling = names[0], next((name for name in names if name.startswith("prefill")), "")
     ratios = {
-        "plain_vs_llamacpp": ratio(decode, "none", "llama.cpp", "plain"),
-        "plain_vs_openvino": ratio(decode, "none", "openvino", "plain"),
-        "plain_vs_transformers": ratio(decode, "none", "transformers", "plain"),
-        "auto_vs_llamacpp": ratio("text", "auto", "llama.cpp", "plain"),
-        "auto_vs_llamacpp_median_text": median_text("auto", "llama.cpp", "plain"),
-        "auto_vs_llamacpp_lookup": ratio("text", "auto", "llama.cpp", "lookup"),
-        "streams8_vs_openvino": ratio("8 streams", "none", "openvino", "plain"),
-        "streams8_vs_llamacpp": ratio("8 streams", "none", "llama.cpp", "plain"),
-        "prefill_vs_openvino": ratio(filling, "none", "openvino", "plain"),
-        "prefill_vs_llamacpp": ratio(filling, "none", "llama.cpp", "plain"),
+        "plain_vs_llamacpp": middle(decode, "none", "llama.cpp", "plain"),
+        "plain_vs_openvino": middle(decode, "none", "openvino", "plain"),
+        "plain_vs_transformers": middle(decode, "none", "transformers", "plain"),
+        "auto_vs_llamacpp": together("auto", "llama.cpp", "plain"),
+        "auto_vs_llamacpp_median_text": middle("text", "auto", "llama.cpp", "plain"),
+        "auto_vs_llamacpp_lookup": together("auto", "llama.cpp", "lookup"),
+        "streams8_vs_openvino": middle("8 streams", "none", "openvino", "plain"),
+        "streams8_vs_llamacpp": middle("8 streams", "none", "llama.cpp", "plain"),
+        "prefill_vs_openvino": middle(filling, "none", "openvino", "plain"),
+        "prefill_vs_llamacpp": middle(filling, "none", "llama.cpp", "plain"),
     }
     if "llama.cpp" in engines:
         ratios["peak_memory_vs_llamacpp"] = engines["tandem"].peak_mb / engines["llama.cpp"].peak_mb
-    plain = results["text", "tandem", "none"]
     same = {
-        f"{name} {mode}": median(
-            same_tokens(a.tokens[0], b.tokens[0]) for a, b in zip(plain, measured, strict=False)
-        )
-        for (workload, name, mode), measured in results.items()
-        if workload == "text"
+        f"{name} {mode}": median(same_tokens(a.tokens[0], b.tokens[0]) for a, b in found)
+        for workload, name, mode in results
+        if workload == "text" and (found := pairs("text", "none", name, mode))
     }
     return {
         "ratios": {name: value for name, value in ratios.items() if value is not None},
@@ -346,7 +350,7 @@ def summarise(
             {"workload": w, "engine": n, "mode": m, "tokens_per_s": speed}
             for (w, n, m), speed in speeds.items()
         ],
-        "roofline_share": speeds[decode, "tandem", "none"] * weight_bytes / 1e9 / bandwidth,
+        "roofline_share": speeds.get((decode, "tandem", "none"), 0.0) * weight_bytes / 1e9 / bandwidth,
         "read_gb_per_s": bandwidth,
         "same_tokens_as_tandem": same,
         "engines": {

@@ -86,6 +86,8 @@ def speculation(
     always
         Make and verify all drafts, whether or not they pay: accept lengths are then those of the drafter by itself.
     """
+    if only == BASELINE:
+        raise ValueError(f"--only {BASELINE}: that is what the others are compared with")
     prompts = options.read()
     rows: list[Row] = []
     skipped: list[str] = []

@@ -24,9 +24,6 @@ SETTLE_EVERY = 4  # steps after which they are looked at again, once there are s
 TIMES_NEEDED = 3  # before it is: the first steps of a shape are often slow
 DRIFT = 0.4  # share by which one step moves the pace of all row counts
 SURPRISE = 1.25  # factor by which a step may differ from what was expected and still tell of the pace
-HOPELESS = (
-    0.02  # a draft ends behind a token that is less likely than this to be accepted: no row is as cheap
-)
 MARGIN = 0.01  # by which drafting must win over plain decoding
 MODEL_MARGIN = 0.02  # and a drafting model over doing without it, which is known less well
 PROBE_SHARE = 0.005  # of the time that trying other draft lengths may cost
@@ -90,8 +87,7 @@ class AcceptRates:
         return self._alone
 
     def chances(self, levels: Sequence[int]) -> list[float]:
-        """The chance of each token of a draft that it is accepted, which takes all before it; up to the first for which
-        there is no hope."""
+        """The chance of each token of a draft that it is accepted, which takes all before it."""
         hits, trials = self._hits, self._trials
         prior = self.alone() if self._everyone is None else self._everyone.alone()
         weight = 0.0 if self._everyone is None else PRIOR_WEIGHT
@@ -104,8 +100,6 @@ class AcceptRates:
             else:
                 chance *= prior[level]
             chances.append(chance)
-            if chance < HOPELESS:
-                break
         return chances
 
 

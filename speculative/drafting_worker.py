@@ -4,6 +4,7 @@ at all, whichever is measured to pay for each request in each step."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ _NOTHING = Proposal()
 # Tokens of new texts that are looked through in a step: long prompts that arrive together hold nobody up.
 INDEXED_A_STEP = 16_384
 _FEW = 64  # tokens, as a step adds to a text
-LEARNED_AT_ONCE = 4096  # tokens of an answer's beginning that the others may draft from: some milliseconds
+LEARNED_A_STEP = 256  # tokens of answers that have ended, likewise
 # What a draft is taken to be worth while there has not been one: enough to try.
 _FIRST_DRAFT = tuple(0.7**j for j in range(1, 8))
 
@@ -94,6 +95,8 @@ class DraftingWorker(SpeculativeWorker):
         self._drafting: dict[Request, _Drafting] = {}
         self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
         self._to_index = 0  # tokens, in this step
+        # Of answers that have ended: the tokens with those before them, and from where on they are to be learned.
+        self._to_learn: deque[tuple[list[int], int]] = deque()
 
     def warm_up(self) -> None:
         """Time passes of one row, of blocks, and drafts, so that the first requests need not try out what they cost."""
@@ -121,6 +124,7 @@ class DraftingWorker(SpeculativeWorker):
         return most
 
     def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
+        self._learn_answers()
         states = [self._state(request) for request in requests]
         self._to_index = INDEXED_A_STEP
         for request, state, limit in zip(requests, states, limits, strict=True):
@@ -129,7 +133,7 @@ class DraftingWorker(SpeculativeWorker):
             state.history.offer(self._recall(request, limit))
         from_text = [_likeliest(state.lookup, state.history) for state in states]
         drafting = self._run_model(requests, states, from_text, limits, rows)
-        chosen = [_likeliest(state.model, text) for state, text in zip(states, from_text, strict=True)]
+        chosen = [_likeliest(text, state.model) for state, text in zip(states, from_text, strict=True)]
         lengths = self._controller.plan([source.chances for source in chosen], rows, drafting)
         if drafting:
             self._note_lengths(states, chosen, lengths)
@@ -192,10 +196,11 @@ class DraftingWorker(SpeculativeWorker):
 
     def release(self, request: Request) -> None:
         super().release(request)
-        if self._drafting.pop(request, None) is not None and self._looks_up(request):
-            start = max(0, len(request.prompt_ids) - LONGEST_CONTEXT)
-            stop = min(request.num_tokens, len(request.prompt_ids) + LEARNED_AT_ONCE)
-            self._answers.learn(request.token_ids(start, stop), len(request.prompt_ids) - start)
+        self._drafting.pop(request, None)
+        if self._looks_up(request) and request.output_ids:
+            start = len(request.prompt_ids)
+            before = max(0, start - LONGEST_CONTEXT)
+            self._to_learn.append((request.token_ids(before, request.num_tokens), start - before))
 
     def _algorithm(self, request: Request) -> str:
         return request.speculation.algorithm or self._options.algorithm
@@ -243,7 +248,20 @@ class DraftingWorker(SpeculativeWorker):
         if not self._looks_up(request):
             return _NOTHING
         end = request.num_tokens
-        return self._answers.propose(request.token_ids(max(0, end - LONGEST_CONTEXT), end), limit)
+        context = request.token_ids(max(0, end - LONGEST_CONTEXT), end)
+        return self._answers.propose(context, limit, self._history_rates.alone())
+
+    def _learn_answers(self) -> None:
+        """A step's share of the answers that have ended."""
+        left = LEARNED_A_STEP
+        while left and self._to_learn:
+            tokens, start = self._to_learn.popleft()
+            stop = min(len(tokens), start + left)
+            before = max(0, start - LONGEST_CONTEXT)
+            self._answers.learn(tokens[before:stop], start - before)
+            left -= stop - start
+            if stop < len(tokens):
+                self._to_learn.appendleft((tokens, stop))
 
     def _run_model(
         self,
@@ -302,7 +320,8 @@ class DraftingWorker(SpeculativeWorker):
     def _learn(self, source: _Source, request: Request, emitted: int) -> tuple[int, int]:
         """Compare the last draft with what was emitted, verified or not, so that drafting resumes as soon as it would
         pay. How many of its tokens could be compared, and how many of those agreed before the first that did not."""
-        proposal, source.proposal = source.proposal, _NOTHING
+        proposal = source.proposal
+        source.offer(_NOTHING)
         drafted = proposal.token_ids
         if not drafted:
             return 0, 0
@@ -316,5 +335,5 @@ class DraftingWorker(SpeculativeWorker):
 
 
 def _likeliest(first: _Source, second: _Source) -> _Source:
-    """Whose draft is expected to have more tokens accepted."""
+    """Whose draft is expected to have more tokens accepted; the first where neither has one."""
     return max(first, second, key=lambda source: sum(source.chances))

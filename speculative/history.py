@@ -10,8 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from speculative.adaptive import HOPELESS
-from speculative.proposal import Proposal
+from speculative.proposal import HOPELESS, Proposal
 
 # What follows is looked up by so many tokens before it; the longest context that is known says it.
 CONTEXT_LENGTHS = (1, 2, 4, 16)
@@ -44,7 +43,7 @@ class NgramHistory:
     def __init__(self, num_entries: int) -> None:
         """`num_entries` 0 remembers nothing."""
         self._num_entries = num_entries
-        self._entries = array("q", bytes(8 * num_entries))  # tag << 32 | token << 2 | agreement
+        self._entries = array("q", [0]) * num_entries  # tag << 32 | token << 2 | agreement
 
     def learn(self, token_ids: Sequence[int], start: int) -> None:
         """The tokens from `start` on were written, after those before them."""
@@ -66,8 +65,11 @@ class NgramHistory:
                 else:
                     entries[place] = new
 
-    def propose(self, context: Sequence[int], max_tokens: int) -> Proposal:
-        """At most `max_tokens` tokens to follow `context`, the last tokens of a text."""
+    def propose(
+        self, context: Sequence[int], max_tokens: int, rates: Sequence[float] = HISTORY_GUESSES
+    ) -> Proposal:
+        """At most `max_tokens` tokens to follow `context`, the last tokens of a text, as long as there is hope by the
+        accept rates of the levels."""
         entries, num_entries = self._entries, self._num_entries
         if not num_entries:
             return Proposal()
@@ -89,6 +91,6 @@ class NgramHistory:
                 break
             tokens.append(token)
             levels.append(level)
-            chance *= HISTORY_GUESSES[level]
+            chance *= rates[level]
             text = (*text[1 - LONGEST_CONTEXT :], token)
         return Proposal(tuple(tokens), tuple(levels))

@@ -15,12 +15,13 @@ import torch
 from engine.noise import gumbel_at
 from engine.request import Request
 from engine.sampler import SamplingRow, keep, sample, scale
-from speculative.adaptive import HOPELESS
 
 # Levels of confidence are where a drafter's own probability of its token lies between these.
 BOUNDS = (0.03, 0.06, 0.1, 0.15, 0.2, 0.27, 0.35, 0.43, 0.52, 0.61, 0.7, 0.78, 0.86, 0.92, 0.97)
 # What each level is worth before anything is known: the middle of its range, as if the drafter were calibrated.
 LEVEL_GUESSES = tuple((low + high) / 2 for low, high in pairwise((0.0, *BOUNDS, 1.0)))
+# A draft ends behind a token that is less likely than this to be reached and accepted: no row is as cheap.
+HOPELESS = 0.02
 # Of a row that is sampled only tokens get noise that are likelier than exp(-this) times the best: the others are next
 # to never drawn.
 _REACH = 10.0

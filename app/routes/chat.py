@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from functools import partial
-from itertools import chain
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -57,10 +56,8 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
         api_id, created, model = f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), deps.served_model_name
         generation = generator.start(api_id, [prompt], n, sampling, speculation)
 
-        def logprobs(outputs: Sequence[OutputEvent]) -> ChatLogprobs | None:
-            if not body.logprobs:
-                return None
-            return chat_logprobs(tokenizer, [entry for output in outputs for entry in output.logprobs])
+        def logprobs(output: OutputEvent) -> ChatLogprobs | None:
+            return chat_logprobs(tokenizer, output.logprobs) if body.logprobs else None
 
         def chunk(choices: list[ChatChunkChoice], usage: Usage | None = None) -> bytes:
             shown = usage if body.include_usage else UNSET
@@ -70,7 +67,7 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
             data = b""
             if output.text or (body.logprobs and output.logprobs):
                 delta = ChatDelta(content=output.text)
-                data += chunk([ChatChunkChoice(index, delta, logprobs([output]))])
+                data += chunk([ChatChunkChoice(index, delta, logprobs(output))])
             if output.finish_reason is not None:
                 end = ChatChunkChoice(index, ChatDelta(), None, output.finish_reason, output.stop_reason)
                 data += chunk([end])
@@ -89,19 +86,18 @@ def chat_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]:
             if body.include_usage:
                 yield chunk([], generation.usage())
 
-        def choice(index: int, outputs: Sequence[OutputEvent]) -> ChatChoice:
-            message = ChatMessage("".join(output.text for output in outputs))
-            last = outputs[-1]
-            return ChatChoice(index, message, logprobs(outputs), last.finish_reason, last.stop_reason)
+        def choice(index: int, output: OutputEvent) -> ChatChoice:
+            message = ChatMessage(output.text)
+            return ChatChoice(index, message, logprobs(output), output.finish_reason, output.stop_reason)
 
         if body.stream:
             return EventStream(generation, chunks())
         outputs = await collect(generation, request.receive)
 
         def whole() -> Response:
-            choices = [choice(index, events) for index, events in enumerate(outputs)]
+            choices = [choice(index, output) for index, output in enumerate(outputs)]
             return json_response(ChatCompletion(api_id, created, model, choices, generation.usage()))
 
-        return await off_loop(whole, num_logprobs(chain.from_iterable(outputs)))
+        return await off_loop(whole, num_logprobs(outputs))
 
     return [api_route("/v1/chat/completions", chat_completions, deps)]

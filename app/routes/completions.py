@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -118,12 +117,12 @@ def completion_routes(deps: ServerDeps, generator: Generator) -> list[BaseRoute]
 
         def whole() -> Response:
             completion = answer(
-                [_join(list(map(w.write, events))) for w, events in zip(writers, outputs, strict=True)]
+                [writer.write(output) for writer, output in zip(writers, outputs, strict=True)]
             )
             completion.usage = generation.usage()
             return json_response(completion)
 
-        return await off_loop(whole, num_logprobs(chain.from_iterable(outputs)))
+        return await off_loop(whole, num_logprobs(outputs))
 
     return [api_route("/v1/completions", completions, deps)]
 
@@ -135,12 +134,3 @@ def _prompt_text(tokenizer: TokenizerPort, prompt: str | list[int]) -> str:
 def _says_something(piece: CompletionChoice) -> bool:
     has_logprobs = piece.logprobs is not None and bool(piece.logprobs.tokens)
     return bool(piece.text) or has_logprobs or piece.finish_reason is not None
-
-
-def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
-    """One choice of all its pieces; the last one has the reason why it ended."""
-    parts: list[CompletionLogprobs] = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    last = pieces[-1]
-    text = "".join(piece.text for piece in pieces)
-    logprobs = join_logprobs(parts) if parts else None
-    return CompletionChoice(last.index, text, logprobs, last.finish_reason, last.stop_reason)

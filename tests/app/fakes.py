@@ -117,7 +117,8 @@ class FakeEngine:
     """Answers every request with `reply` (after `choice` times "+"), one step at a time on a thread of its own.
 
     `tokens_per_step` tokens make an event; characters are held until whole. `stall_after` tokens each request stops
-    progressing until `resume`; `fail` ends each with that error instead of its second event.
+    progressing until `resume`; `fail` ends each with that error instead of its second event. A step takes
+    `step_seconds` at least: without, a stream's reader may find several at once.
     Half the prompt counts as cached, and each step as a verify step unless the request opts out of speculation.
     """
 
@@ -131,6 +132,7 @@ class FakeEngine:
         stall_after: int | None = None,
         fail: str | None = None,
         end_with: str = "stop",
+        step_seconds: float = 0.0,
     ) -> None:
         self.tokenizer = tokenizer
         self.reply = reply
@@ -142,6 +144,7 @@ class FakeEngine:
         self._stall_after = stall_after
         self._fail = fail
         self._end_with = end_with
+        self._step_seconds = step_seconds
         self._changed = threading.Condition()
         self._live: dict[str, _Live] = {}
         self._closing = False
@@ -209,6 +212,8 @@ class FakeEngine:
                         del self._live[live.request.request_id]
                     live.request.sink(event)
                 self._changed.notify_all()
+            if self._step_seconds:
+                time.sleep(self._step_seconds)
 
     def _step(self, live: _Live) -> OutputEvent:
         request, sampling = live.request, live.request.sampling

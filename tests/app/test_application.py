@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dependency_injector import providers
@@ -13,9 +16,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from app.application import BearerAuth, build, server_info
+from app.application import BearerAuth, build, create_app, server_info
 from app.lifecycle import Lifecycle
-from app.settings import EngineSettings, SettingsError
+from app.settings import EngineSettings, ServerSettings, SettingsError
 from speculative.adaptive import PayoffController
 from tests.tiny_model import CONTEXT_LEN, save_tiny_model
 
@@ -147,3 +150,34 @@ def test_a_broken_chat_template_is_refused(model: str, tmp_path: Path) -> None:
     template = tmp_path / "broken.jinja"
     template.write_text("{% for m in messages %}")
     assert "broken.jinja" in unusable(model=model, chat_template=str(template))
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", {"prompt": "abc"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+def test_a_stream_sends_as_many_tokens_together_as_is_set(
+    model: str, route: str, body: dict[str, Any]
+) -> None:
+    settings = ServerSettings(
+        model=model, device="cpu", dtype="float32", max_total_tokens=512, threads=1, stream_interval=16
+    )
+    container = build(settings)
+    lifecycle = Lifecycle(container.startup(), container.engine)
+    asked = {**body, "max_tokens": 49, "temperature": 0, "ignore_eos": True, "stream": True}
+    with TestClient(create_app(container, lifecycle, settings)) as client:
+        while client.get("/health/ready").status_code != 200:
+            assert lifecycle.error is None
+            time.sleep(0.01)
+        usage = {"stream_options": {"include_usage": True}}
+        lines = client.post(f"/v1/{route}", json=asked | usage).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    assert events[-1]["usage"]["completion_tokens"] == 49
+    assert (
+        1 < sum(map(bool, texts)) <= 12
+    )  # one token, sixteen and as many again, less where they came slowly

@@ -15,7 +15,7 @@ import pytest
 
 from app.disconnects import QuietDisconnects
 from app.errors import ApiError
-from app.generation import Generator, collect
+from app.generation import LONGEST_WAIT, Generator, collect
 from app.metrics import Metrics
 from app.routes.requests import json_response
 from app.sse import EventStream
@@ -237,7 +237,7 @@ async def test_tokens_wait_for_an_interval_but_the_first_and_the_last_do_not(han
 
     task = asyncio.create_task(reader())
     for index, text, finish in [
-        *((0, "a", None), (1, "A", None)),  # the first of one is the first of all
+        *((0, "", None), (0, "a", None), (1, "A", None)),  # nothing to be seen is no beginning
         *((0, "b", None), (1, "B", None), (0, "c", None), (0, "d", None)),
         *((1, "C", None), (0, "e", "stop")),
         *((1, "D", None), (1, "E", None), (1, "F", None), (1, "G", "length")),
@@ -247,12 +247,25 @@ async def test_tokens_wait_for_an_interval_but_the_first_and_the_last_do_not(han
             await asyncio.sleep(0)
     await asyncio.wait_for(task, 5)
     assert read == [
+        [(0, "")],
         [(0, "a")],
-        [(1, "AB"), (0, "bcd")],
+        [(1, "A")],
+        [(0, "bcd"), (1, "B")],
         [(1, "C"), (0, "e")],
         [(1, "DEF")],
         [(1, "G")],
     ]
+
+
+@pytest.mark.asyncio
+async def test_no_token_waits_for_long(hand: HandEngine) -> None:
+    """As when its request lost its slots, and has to wait for others."""
+    generation = generator_over(hand).start("id", [[1]], 1, SamplingParams(), SpeculationParams())
+    bursts = generation.bursts(1000)
+    for text in ("first", "held", "then more"):
+        hand.send(0, text)
+        ((index, event),) = await asyncio.wait_for(anext(bursts), 20 * LONGEST_WAIT)
+        assert (index, event.text) == (0, text)
 
 
 @pytest.mark.asyncio
@@ -331,9 +344,7 @@ async def test_no_event_is_lost_between_threads(hand: HandEngine) -> None:
     events = await asyncio.wait_for(collect(generation, never_disconnects), 30)
     thread.join()
     for index in range(4):
-        assert "".join(event.text for event in events[index]) == "".join(
-            f"{i} " for i in range(index, 2000, 4)
-        )
+        assert events[index].text == "".join(f"{i} " for i in range(index, 2000, 4))
 
 
 @pytest.mark.asyncio

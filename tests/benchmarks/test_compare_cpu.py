@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 from command import run
-from compare_cpu import Engine, Measured, Workload, compare_cpu, counted, summarise, window
+from compare_cpu import FAILED, Engine, Measured, Workload, compare_cpu, counted, summarise, window
 
 from tests.models.gguf_files import convert
 from tests.tiny_model import save_tiny_model
@@ -79,6 +79,23 @@ def test_ratios_above_one_mean_that_tandem_is_better() -> None:
     )
     assert summary["roofline_share"] == pytest.approx(0.5)
     assert summary["same_tokens_as_tandem"]["llama.cpp plain"] == 1
+
+
+def test_a_text_that_one_engine_failed_on_counts_for_none() -> None:
+    class Finished(Engine):
+        def __init__(self) -> None:
+            self.start_seconds, self.peak_mb = 1.0, 1.0
+
+    results = {
+        ("decode at 64", "tandem", "none"): [Measured(100, 1.0, [[1]])],
+        ("text", "tandem", "none"): [Measured(10, 1.0, [[1, 2]]) for _ in range(3)],
+        ("text", "tandem", "auto"): [Measured(10, 1.0, [[1, 2]]), Measured(40, 1.0, [[1, 2]]), FAILED],
+        ("text", "llama.cpp", "plain"): [FAILED, Measured(10, 1.0, [[1, 2]]), Measured(10, 1.0, [[1, 2]])],
+        ("text", "llama.cpp", "lookup"): [FAILED] * 3,
+    }
+    summary = summarise(results, {"tandem": Finished()}, 10**9, 600.0)
+    assert summary["ratios"] == {"auto_vs_llamacpp": 4.0, "auto_vs_llamacpp_median_text": 4.0}
+    assert set(summary["same_tokens_as_tandem"]) == {"tandem none", "tandem auto", "llama.cpp plain"}
 
 
 def test_text_never_begins_twice_alike() -> None:

@@ -34,7 +34,7 @@ def prompts(tmp_path: Path) -> str:
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
-    engine = FakeEngine(ByteTokenizer(), reply="Hello, world", tokens_per_step=4)
+    engine = FakeEngine(ByteTokenizer(), reply="Hello, world", tokens_per_step=4, step_seconds=0.01)
     with engine:
         yield engine
 

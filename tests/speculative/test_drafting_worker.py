@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.request import Request, SamplingParams, SpeculationParams
-from speculative.adaptive import PayoffController
+from speculative.adaptive import Choice, PayoffController, Prospect
 from speculative.drafter import Drafter
-from speculative.drafting_worker import INDEXED_A_STEP, LEARNED_AT_ONCE, DraftingWorker
+from speculative.drafting_worker import INDEXED_A_STEP, LEARNED_A_STEP, DraftingWorker
 from speculative.history import NgramHistory
 from speculative.options import SpeculativeOptions
 from speculative.proposal import MakeSamplingRow, Proposal
@@ -112,12 +112,65 @@ def test_an_answer_that_has_ended_is_drafted_for_who_asks_the_same(
     assert worker.draft([second], [3], rows=1) == [drafted]
 
 
-def test_of_a_long_answer_the_beginning_is_learned(tmp_path: Path) -> None:
+def test_long_answers_are_learned_over_several_steps_and_hold_nobody_up(tmp_path: Path) -> None:
     worker = ngram(load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64), frozenset())
-    long = answered([1], [])
-    worker.draft([long], [3], rows=1)
-    long.output_ids += [1000 + i for i in range(LEARNED_AT_ONCE + 20)]
-    worker.release(long)
-    for end, drafted in ((LEARNED_AT_ONCE - 1, 1), (LEARNED_AT_ONCE, 0)):
-        (draft,) = worker.draft([answered([1], long.output_ids[:end])], [3], rows=1)
-        assert len(draft) == drafted
+    answer = [1000 + i for i in range(2 * LEARNED_A_STEP + 3)]
+    for length in (len(answer), 2):
+        worker.release(answered([1], answer[-length:]))
+    ends = LEARNED_A_STEP, 2 * LEARNED_A_STEP, 2 * LEARNED_A_STEP + 3
+
+    def drafted() -> list[bool]:
+        drafts = worker.draft([answered([1], answer[: end - 1]) for end in ends], [3] * 3, rows=3)
+        return [bool(draft) for draft in drafts]
+
+    assert drafted() == [True, False, False]
+    assert drafted() == [True, True, False]
+    assert drafted() == [True, True, True]
+
+
+class Noting(Drafter):
+    """Drafts all that it may, and notes how much that is."""
+
+    name = "standalone"
+    short_draft = 3
+
+    def room(self, request: Request) -> int:
+        return 7
+
+    def committed(self, request: Request, num_tokens: int) -> None: ...
+
+    def forget(self, request: Request) -> None: ...
+
+    def propose(
+        self, requests: Sequence[Request], limits: Sequence[int], sampling_row: MakeSamplingRow
+    ) -> list[Proposal]:
+        self.limits = {request.request_id: limit for request, limit in zip(requests, limits, strict=True)}
+        return [Proposal((1,) * limit, (15,) * limit) for limit in limits]
+
+
+class Chosen(PayoffController):
+    """Has those drafted for that it is told, and all of it verified."""
+
+    indices: Sequence[int] = ()
+
+    def choose(self, prospects: Sequence[Prospect], rows: int, pass_rows: int = 1) -> Choice:
+        return Choice(list(self.indices), True)
+
+    def plan(self, drafts: Sequence[Sequence[float]], rows: int, drafting: int = 0) -> list[int]:
+        return [len(draft) for draft in drafts]
+
+
+def test_who_had_long_drafts_still_may_after_a_step_without(tmp_path: Path) -> None:
+    runner = load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64)
+    drafter, controller = Noting(runner, 8, 257), Chosen()
+    options = SpeculativeOptions(algorithm="standalone", num_draft_tokens=8)
+    worker = DraftingWorker(runner, frozenset(), options, controller, NgramHistory(0), drafter)
+    requests = [repeating("a", 30), repeating("b", 30)]
+    for indices, limits in (
+        ([0, 1], {"a": 3, "b": 3}),
+        ([0], {"a": 7}),
+        ([0, 1], {"a": 7, "b": 7}),
+    ):
+        controller.indices = indices
+        worker.draft(requests, [7, 7], rows=2)
+        assert drafter.limits == limits
