@@ -19,6 +19,7 @@ from engine.request import Request, SamplingParams, SpeculationParams
 from engine.runner import ModelRunner
 from models.base import ModelError
 from speculative.drafting_worker import DraftingWorker
+from speculative.history import LONGEST_CONTEXT, NgramHistory
 from tests.engine.fakes import Receiver
 from tests.models.dflash_reference import make_drafter
 from tests.tiny_model import save_tiny_model
@@ -189,6 +190,25 @@ def test_the_algorithm_changes_no_token(model: Path) -> None:
         for algorithm in ("none", "ngram")
     ]
     assert answers[0] == answers[1]
+
+
+def test_what_earlier_answers_tell_can_be_replaced(model: Path) -> None:
+    """By one that only listens: it hears of each answer once that has ended."""
+    told: list[tuple[list[int], list[int]]] = []
+
+    class Listening(NgramHistory):
+        def learn(self, token_ids: Sequence[int], start: int) -> None:
+            told.append((list(token_ids[:start]), list(token_ids[start:])))
+
+    container = make_container(model, speculative_algorithm="ngram")
+    container.history.override(providers.Object(Listening(0)))
+    prompts = ["a prompt of more than sixteen tokens", "short", "last"]
+    answers = complete_in_turn(container, prompts, max_tokens=24, temperature=0.0, ignore_eos=True)
+    prompt_ids = [container.tokenizer().encode(prompt) for prompt in prompts]
+    assert told == [
+        (ids[-LONGEST_CONTEXT:], answer.token_ids)
+        for ids, answer in list(zip(prompt_ids, answers, strict=True))[:2]
+    ]
 
 
 def test_a_request_may_ask_for_shorter_drafts_or_for_none(model: Path) -> None:
