@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+import msgspec
 from dependency_injector import providers
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -178,5 +179,6 @@ def server_info(container: ApplicationContainer, lifecycle: Lifecycle) -> dict[s
     return {
         "version": version(),
         "stage": lifecycle.stage,
+        "speculation": msgspec.to_builtins(container.speculative_options()),
         "workers": {"target": None, "draft": None, **workers},
     }

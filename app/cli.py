@@ -6,13 +6,14 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from inspect import BoundArguments, signature
 from inspect import Parameter as Argument
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CoercionError, CycloptsError, Parameter, Token, convert
 from cyclopts.help import ColumnSpec, DefaultFormatter, DescriptionRenderer, NameRenderer
 
 from app.hints import usage
@@ -123,6 +124,15 @@ def _options(command: Callable[..., int]) -> Iterator[str]:
             yield argument.name
 
 
+def converted(hint: Any, tokens: Sequence[Token]) -> Any:
+    """`tokens` as cyclopts converts them, but for fractions, which it rounds where a whole number is asked for."""
+    for token in tokens if hint in (int, int | None) else ():
+        with suppress(ValueError):  # what is no number at all, cyclopts says so
+            if not float(token.value).is_integer():
+                raise CoercionError(token=token, target_type=int)
+    return convert(hint, tokens)
+
+
 def command_line(environ: Mapping[str, str]) -> App:
     """The command line, with settings that it leaves open taken from `environ`."""
     known = {name for command in COMMANDS for name in _options(command)}
@@ -132,7 +142,7 @@ def command_line(environ: Mapping[str, str]) -> App:
         help_epilogue=_EPILOGUE,
         version=version,
         help_formatter=DefaultFormatter(column_specs=(_NAMES, _DESCRIPTIONS)),
-        default_parameter=Parameter(negative=()),
+        default_parameter=Parameter(negative=(), converter=converted),
         config=Sources(environ, known),
     )
     for command in COMMANDS:

@@ -236,8 +236,8 @@ class EngineSettings:
         Parameter(
             group=_SPECULATION,
             validator=Number(gte=0, lte=1 << 28),
-            help="Entries of 8 bytes in which n-gram keeps what followed what in answers, to draft for later requests "
-            "(0: each request drafts from its own text alone).",
+            help="Entries of 8 bytes, four a token, in which n-gram remembers answers, to draft for later requests (0: "
+            "each request drafts from its own text alone).",
         ),
     ] = _SPECULATIVE.ngram_history
 
@@ -439,7 +439,7 @@ class ServerSettings(EngineSettings):
         Parameter(
             group=_SERVER,
             validator=_POSITIVE,
-            help="Tokens that a stream sends together: more in one chunk cost less. The first goes at once.",
+            help="Tokens that a stream sends together, unless they would wait for 0.2 s: more in one cost less.",
         ),
     ] = 1
     max_request_bytes: Annotated[

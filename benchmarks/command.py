@@ -8,6 +8,8 @@ from typing import Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from app.cli import converted
+
 USAGE_ERROR = 2
 
 
@@ -23,7 +25,7 @@ def run(
     app = App(
         name=f"benchmarks/{command.__name__}.py",
         help=command.__doc__,
-        default_parameter=Parameter(negative=()),
+        default_parameter=Parameter(negative=(), converter=converted),
         config=config,
         version_flags=(),
     )

@@ -181,7 +181,7 @@ def decode_profile(
                     for name in _PARTS:
                         parts[where][name] += worker.parts[name]
     summary = summarise(parts)
-    print_row(("ms a step", *_PARTS, "step", "to pass"), _WIDTHS)
+    print_row(("ms a step", *_PARTS, "step", "over pass"), _WIDTHS)
     for where, found in summary["parts"].items():
         times = [f"{found[name]:.3f}" for name in (*_PARTS, "step")]
         print_row((where, *times, f"+{found['added']:.1%}"), _WIDTHS)

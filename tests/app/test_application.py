@@ -131,8 +131,10 @@ def test_server_info_describes_the_drafter_beside_its_target(model: str) -> None
     info = server_info(container, Lifecycle(container.startup(), container.engine))
     target, draft = info["workers"]["target"], info["workers"]["draft"]
     assert set(draft) == set(target) >= {"model", "dtype", "kv_cache_dtype", "slots", "stage"}
-    alone = build(EngineSettings(model=model, speculative_algorithm="auto"))
-    assert server_info(alone, Lifecycle(alone.startup(), alone.engine))["workers"]["draft"] is None
+    alone = build(EngineSettings(model=model, speculative_algorithm="auto", speculative_ngram_history=99))
+    info = server_info(alone, Lifecycle(alone.startup(), alone.engine))
+    assert info["workers"]["draft"] is None
+    assert (info["speculation"]["algorithm"], info["speculation"]["ngram_history"]) == ("auto", 99)
 
 
 def test_a_device_that_is_not_one_is_refused(model: str) -> None:

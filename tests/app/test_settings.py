@@ -163,6 +163,11 @@ CONTRADICTIONS = {
 }
 
 
+@pytest.mark.parametrize("flag", ["--page-size", "--max-total-tokens", "--stream-interval"])
+def test_a_fraction_is_no_whole_number(flag: str) -> None:
+    assert f'{flag}: unable to convert "1.5" into int' in error(flag, "1.5")
+
+
 @pytest.mark.parametrize("case", CONTRADICTIONS)
 def test_contradictions_name_both_sides(case: str) -> None:
     argv, names = CONTRADICTIONS[case]
