@@ -34,7 +34,8 @@ _NOTHING = Proposal()
 # Tokens of new texts that are looked through in a step: long prompts that arrive together hold nobody up.
 INDEXED_A_STEP = 16_384
 _FEW = 64  # tokens, as a step adds to a text
-LEARNED_A_STEP = 256  # tokens of answers that have ended, likewise
+LEARNED_A_STEP = 256  # tokens of answers that have ended, likewise, with those before them
+ANSWERS_KEPT = 256  # that are still to be learned: where more end, the oldest are left out
 # What a draft is taken to be worth while there has not been one: enough to try.
 _FIRST_DRAFT = tuple(0.7**j for j in range(1, 8))
 
@@ -96,7 +97,7 @@ class DraftingWorker(SpeculativeWorker):
         self._prompt_slots: dict[Request, list[int]] = {}  # of prompts that this step completes
         self._to_index = 0  # tokens, in this step
         # Of answers that have ended: the tokens with those before them, and from where on they are to be learned.
-        self._to_learn: deque[tuple[list[int], int]] = deque()
+        self._to_learn: deque[tuple[list[int], int]] = deque(maxlen=ANSWERS_KEPT)
 
     def warm_up(self) -> None:
         """Time passes of one row, of blocks, and drafts, so that the first requests need not try out what they cost."""
@@ -124,7 +125,6 @@ class DraftingWorker(SpeculativeWorker):
         return most
 
     def draft(self, requests: Sequence[Request], limits: Sequence[int], rows: int) -> list[tuple[int, ...]]:
-        self._learn_answers()
         states = [self._state(request) for request in requests]
         self._to_index = INDEXED_A_STEP
         for request, state, limit in zip(requests, states, limits, strict=True):
@@ -144,7 +144,22 @@ class DraftingWorker(SpeculativeWorker):
         outputs = super().forward(steps)
         rows = sum(step.num_tokens + len(step.drafts) for step in steps)
         self._controller.observe_step(rows, time.perf_counter() - start)
+        self.learn_answers()
         return outputs
+
+    def learn_answers(self) -> None:
+        """A step's share of the answers that have ended."""
+        left = LEARNED_A_STEP
+        while left > 0 and self._to_learn:
+            tokens, start = self._to_learn[0]
+            stop = min(len(tokens), start + left)
+            before = max(0, start - LONGEST_CONTEXT)
+            self._answers.learn(tokens[before:stop], start - before)
+            left -= stop - before
+            if stop < len(tokens):
+                self._to_learn[0] = tokens, stop
+            else:
+                self._to_learn.popleft()
 
     def run_pass(self, steps: Sequence[SequenceStep]) -> Rows:
         drafter = self._drafter
@@ -250,18 +265,6 @@ class DraftingWorker(SpeculativeWorker):
         end = request.num_tokens
         context = request.token_ids(max(0, end - LONGEST_CONTEXT), end)
         return self._answers.propose(context, limit, self._history_rates.alone())
-
-    def _learn_answers(self) -> None:
-        """A step's share of the answers that have ended."""
-        left = LEARNED_A_STEP
-        while left and self._to_learn:
-            tokens, start = self._to_learn.popleft()
-            stop = min(len(tokens), start + left)
-            before = max(0, start - LONGEST_CONTEXT)
-            self._answers.learn(tokens[before:stop], start - before)
-            left -= stop - start
-            if stop < len(tokens):
-                self._to_learn.appendleft((tokens, stop))
 
     def _run_model(
         self,

@@ -10,7 +10,7 @@ import pytest
 from engine.request import Request, SamplingParams, SpeculationParams
 from speculative.adaptive import Choice, PayoffController, Prospect
 from speculative.drafter import Drafter
-from speculative.drafting_worker import INDEXED_A_STEP, LEARNED_A_STEP, DraftingWorker
+from speculative.drafting_worker import ANSWERS_KEPT, INDEXED_A_STEP, LEARNED_A_STEP, DraftingWorker
 from speculative.history import NgramHistory
 from speculative.options import SpeculativeOptions
 from speculative.proposal import MakeSamplingRow, Proposal
@@ -109,23 +109,34 @@ def test_an_answer_that_has_ended_is_drafted_for_who_asks_the_same(
     second = answered(prompt, [])
     assert worker.draft([second], [3], rows=1) == [()]
     worker.release(first)
+    worker.learn_answers()
     assert worker.draft([second], [3], rows=1) == [drafted]
 
 
 def test_long_answers_are_learned_over_several_steps_and_hold_nobody_up(tmp_path: Path) -> None:
     worker = ngram(load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64), frozenset())
     answer = [1000 + i for i in range(2 * LEARNED_A_STEP + 3)]
-    for length in (len(answer), 2):
-        worker.release(answered([1], answer[-length:]))
+    worker.release(answered([1], answer))
     ends = LEARNED_A_STEP, 2 * LEARNED_A_STEP, 2 * LEARNED_A_STEP + 3
 
     def drafted() -> list[bool]:
+        worker.learn_answers()
         drafts = worker.draft([answered([1], answer[: end - 1]) for end in ends], [3] * 3, rows=3)
         return [bool(draft) for draft in drafts]
 
     assert drafted() == [True, False, False]
     assert drafted() == [True, True, False]
     assert drafted() == [True, True, True]
+
+
+def test_where_more_answers_end_than_can_be_learned_the_latest_count(tmp_path: Path) -> None:
+    worker = ngram(load_runner(str(save_tiny_model(tmp_path)), "float32", slots=64), frozenset())
+    for number in range(ANSWERS_KEPT + 1):
+        worker.release(answered([2 * number], [2 * number + 1]))
+    for _ in range(ANSWERS_KEPT):
+        worker.learn_answers()
+    known = [worker.draft([answered([2 * number], [])], [3], rows=1) for number in (0, 1, ANSWERS_KEPT)]
+    assert known == [[()], [(3,)], [(2 * ANSWERS_KEPT + 1,)]]
 
 
 class Noting(Drafter):
