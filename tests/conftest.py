@@ -1,9 +1,13 @@
-"""Without a GPU, Triton's kernels run in its interpreter, which it is told before it is first imported."""
+"""What has to be said before a library is first imported: that torch's threads do not spin, which two processes of
+tests on two cores would wait for, and, without a GPU, that Triton's kernels run in its interpreter."""
 
 from __future__ import annotations
 
 import os
 
+import app  # noqa: F401  # says the first
+
+# isort: split
 import torch
 
 if not torch.cuda.is_available():
