@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
@@ -242,9 +243,8 @@ class Generator:
 
 async def collect(generation: Generation, receive: Receive) -> list[OutputEvent]:
     """All of each choice, as one event. Raises as iterating does; the choices are aborted if the client goes away."""
-    events: dict[int, list[OutputEvent]] = {}
+    events: Burst = []
     async with generation.attached(receive):
         async for burst in generation.bursts(sys.maxsize):
-            for index, event in burst:
-                events.setdefault(index, []).append(event)
-    return [_joined(events[index]) for index in sorted(events)]
+            events += burst
+    return [event for _, event in sorted(_merged(events), key=itemgetter(0))]

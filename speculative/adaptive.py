@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter, truediv
+from operator import itemgetter, mul, truediv
 from typing import NamedTuple
 
 NUM_LEVELS = 16  # of confidence; higher ones count as the last
@@ -64,9 +64,8 @@ class AcceptRates:
         was never tried."""
         hits, trials, seen = self._hits, self._trials, self._seen
         for i, level in enumerate(levels[: accepted + 1]):
-            if level >= NUM_LEVELS:
-                level = NUM_LEVELS - 1
-            fade = 1.0 if seen[level] == step else DECAY ** (step - seen[level])
+            level = min(level, NUM_LEVELS - 1)
+            fade = DECAY ** (step - seen[level])
             hits[level] = hits[level] * fade + (i < accepted)
             trials[level] = trials[level] * fade + 1
             seen[level] = step
@@ -88,17 +87,14 @@ class AcceptRates:
 
     def chances(self, levels: Sequence[int]) -> list[float]:
         """The chance of each token of a draft that it is accepted, which takes all before it."""
-        hits, trials = self._hits, self._trials
-        prior = self.alone() if self._everyone is None else self._everyone.alone()
-        weight = 0.0 if self._everyone is None else PRIOR_WEIGHT
+        last = NUM_LEVELS - 1
+        if self._everyone is None:
+            return list(accumulate((self.alone()[min(level, last)] for level in levels), mul))
+        hits, trials, prior = self._hits, self._trials, self._everyone.alone()
         chance, chances = 1.0, []
         for level in levels:
-            if level >= NUM_LEVELS:
-                level = NUM_LEVELS - 1
-            if weight:
-                chance *= (hits[level] + weight * prior[level]) / (trials[level] + weight)
-            else:
-                chance *= prior[level]
+            level = min(level, last)
+            chance *= (hits[level] + PRIOR_WEIGHT * prior[level]) / (trials[level] + PRIOR_WEIGHT)
             chances.append(chance)
         return chances
 
